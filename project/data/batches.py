@@ -1,0 +1,129 @@
+"""Which images make up each batch, on each rank: the samplers, and the data set that returns whole batches."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from project.data.augment import Augmentation, generator
+
+IGNORE_INDEX = -100  # the label of the blank images that fill up an evaluation batch; torch's default for cross_entropy
+BLANK = -1  # the position of such an image
+
+
+class BatchIndex(NamedTuple):
+    """One rank's share of one batch. The epoch travels with it, so that worker processes need not be told."""
+
+    epoch: int
+    positions: Tensor  # int64 (B,)
+
+
+class ImageBatches(Dataset[tuple[Tensor, Tensor]]):
+    """Whole batches of images: `dataset[BatchIndex(epoch, positions)]`, with no work in Python for a single image.
+
+    Args:
+        images: uint8 (N, 3, H, W), usually memory-mapped.
+        labels: int64 (N,).
+        augment: Applied to each batch, or None.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, augment: Augmentation | None = None) -> None:
+        self.images = images
+        self.labels = labels
+        self.augment = augment
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.labels)
+
+    def __getitem__(self, index: BatchIndex) -> tuple[Tensor, Tensor]:
+        """Return images, uint8 (B, 3, H, W), and labels, int64 (B,); at BLANK positions black and IGNORE_INDEX."""
+        epoch, positions = index
+        blank = positions == BLANK
+        images = self.images[positions]
+        labels = self.labels[positions]
+        if blank.any():
+            images[blank] = 0
+            labels[blank] = IGNORE_INDEX
+        if self.augment is not None:
+            images = self.augment(images, positions, epoch)
+        return images, labels
+
+
+# Both samplers are DistributedSamplers so that Lightning, which looks for one, leaves them alone with any Trainer.
+
+
+class GlobalBatchSampler(DistributedSampler[BatchIndex]):
+    """Training batches that do not depend on the number of processes: rank r gets `[r::N]` of each global batch.
+
+    The order is a permutation that depends on (seed, epoch) alone; images that do not fill a last global batch are
+    left out, other ones in every epoch.
+
+    Args:
+        dataset: What the batches are taken from.
+        positions: int64 (n,), the images to use, as positions in the data set.
+        global_batch_size: Images per training step, over all ranks.
+        num_replicas: Number of ranks; must divide `global_batch_size`.
+        rank: This process's number.
+        seed: Seed of the run.
+    """
+
+    def __init__(
+        self,
+        dataset: ImageBatches,
+        positions: Tensor,
+        global_batch_size: int,
+        num_replicas: int = 1,
+        rank: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, seed=seed)
+        assert global_batch_size % num_replicas == 0
+        self.positions = positions
+        self.global_batch_size = global_batch_size
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch."""
+        return len(self.positions) // self.global_batch_size
+
+    def __iter__(self) -> Iterator[BatchIndex]:  # type: ignore[override]
+        """Yield this rank's share of each global batch of the epoch that `set_epoch` named."""
+        order = self.positions[torch.randperm(len(self.positions), generator=generator(self.seed, self.epoch, 0))]
+        for global_batch in order.split(self.global_batch_size)[: len(self)]:
+            yield BatchIndex(self.epoch, global_batch[self.rank :: self.num_replicas])
+
+
+class EvaluationSampler(DistributedSampler[BatchIndex]):
+    """Every image once, in order, in batches that are the same on any number of processes.
+
+    Batch b goes to rank `b % N`. All batches have the same shape and all ranks the same number of them: what is short
+    is filled up with BLANK. So each image meets the same neighbours in the same arithmetic wherever it is evaluated.
+
+    Args:
+        dataset: What the batches are taken from.
+        positions: int64 (n,), the images to use, as positions in the data set.
+        batch_size: Images per batch, on one rank; never more than n.
+        num_replicas: Number of ranks.
+        rank: This process's number.
+    """
+
+    def __init__(
+        self, dataset: ImageBatches, positions: Tensor, batch_size: int, num_replicas: int = 1, rank: int = 0
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle=False)
+        self.positions = positions
+        self.batch_size = min(batch_size, len(positions))
+
+    def __len__(self) -> int:
+        """Return the number of batches on each rank."""
+        return -(-len(self.positions) // (self.batch_size * self.num_replicas))
+
+    def __iter__(self) -> Iterator[BatchIndex]:  # type: ignore[override]
+        """Yield this rank's batches."""
+        padded = torch.full((len(self) * self.num_replicas * self.batch_size,), BLANK)
+        padded[: len(self.positions)] = self.positions
+        for batch in padded.split(self.batch_size)[self.rank :: self.num_replicas]:
+            yield BatchIndex(0, batch)

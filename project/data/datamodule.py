@@ -1,0 +1,273 @@
+"""The LightningDataModule: from a source's images to normalised batches, the same whatever the devices."""
+
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from project.data.augment import Augmentation, generator
+from project.data.batches import BatchIndex, EvaluationSampler, GlobalBatchSampler, ImageBatches
+from project.data.cache import ImageCache, Manifest
+from project.data.sources import Cifar10Source, FolderSource, Source, SyntheticSource
+from project.errors import UsageError
+
+Batches = DataLoader[tuple[Tensor, Tensor]]
+
+
+class ImageDataModule(LightningDataModule):
+    """Images of one source, split, cached, batched and normalised. Works with any Trainer.
+
+    Args:
+        source: "cifar10"; "folder", your own images under `root`; "synthetic", generated shapes; or "auto", CIFAR-10
+            if it is there or can be fetched, otherwise synthetic, with a warning.
+        root: Folder of the images: holds cifar-10-batches-py, or train/<class>/ and test/<class>/ for "folder".
+        batch_size: Images per training step, over all devices; each of N devices gets 1/N of them.
+        image_size: Height and width of the images in pixels; a folder's images are brought to it.
+        val_fraction: Share of the training images kept for validation, the same share of every class, unless the
+            folder has a val/ of its own; 0 for no validation.
+        shift: Training images are shifted by up to this many pixels each way; 0 for none.
+        flip: Whether training images are mirrored left to right, half of them in each epoch.
+        normalize: Whether pixels have the training images' mean subtracted and are divided by their standard
+            deviation; otherwise they are divided by 255 only.
+        eval_batch_size: Images per evaluation batch, on each device.
+        num_workers: Processes that prepare batches, for each device; 0 prepares them in the training process, which is
+            fastest for images of this size.
+        cache_dir: Folder of the decoded images, which all processes of a machine share.
+        seed: Decides the validation split, the order of the images and their augmentation. The command line takes it
+            from --seed.
+
+    Raises:
+        UsageError: A value that cannot work, in one line that names it.
+    """
+
+    def __init__(
+        self,
+        source: Literal["auto", "cifar10", "folder", "synthetic"] = "auto",
+        root: str = "data",
+        batch_size: int = 64,
+        image_size: int = 32,
+        val_fraction: float = 0.1,
+        shift: int = 4,
+        flip: bool = True,
+        normalize: bool = True,
+        eval_batch_size: int = 500,
+        num_workers: int = 0,
+        cache_dir: str = "data/cache",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("data.image_size", image_size, 8),
+            ("data.shift", shift, 0),
+            ("data.eval_batch_size", eval_batch_size, 1),
+            ("data.num_workers", num_workers, 0),
+            ("seed", seed, 0),
+        ):
+            if value < least:
+                raise UsageError(f"--{name} {value} must be at least {least}")
+        if not 0 <= val_fraction < 1:
+            raise UsageError(f"--data.val_fraction {val_fraction} must be at least 0 and below 1")
+        if shift >= image_size:
+            raise UsageError(f"--data.shift {shift} must be below --data.image_size, which is {image_size}")
+        if source in ("auto", "cifar10") and image_size != 32:
+            raise UsageError(f"--data.image_size {image_size}: CIFAR-10 images are 32; give --data.source folder")
+        self.source = source
+        self.root = Path(root)
+        self.batch_size = batch_size
+        self.image_size = image_size
+        self.val_fraction = val_fraction
+        self.shift = shift
+        self.flip = flip
+        self.normalize = normalize
+        self.eval_batch_size = eval_batch_size
+        self.num_workers = num_workers
+        self.cache_dir = Path(cache_dir)
+        self.seed = seed
+        # A folder is looked at now: a wrong path should be an error before any process starts.
+        self._names = FolderSource(self.root, image_size).class_names() if source == "folder" else None
+        self._manifest: Manifest | None = None
+        self._prepared = False
+
+    # ---- what the network needs to know
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes; known before the images are prepared."""
+        return len(self._names) if self._names else 10
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the cache says about the images; there once `setup` has run."""
+        assert self._manifest is not None, "call prepare_data() and setup() first"
+        return self._manifest
+
+    @property
+    def resolved_source(self) -> str:
+        """The source in use, "auto" decided; there once `setup` has run."""
+        return self.manifest.source
+
+    @property
+    def class_names(self) -> list[str]:
+        """The names of the classes, in the order of their labels."""
+        return self.manifest.class_names
+
+    # ---- once per machine, then once per process
+
+    def prepare_data(self) -> None:
+        """Fetch and decode the images, on one process of each machine."""
+        if self._prepared:  # fit and test both call this
+            return
+        source = self._make_source(self._prepare_source())
+        ImageCache(source, self.cache_dir).build()
+        self._prepared = True
+
+    def setup(self, stage: str | None = None) -> None:
+        """Map the decoded images into memory and split them."""
+        if self._manifest is not None:
+            return
+        name = self._prepared_source()
+        if self.trainer is not None:
+            name = self.trainer.strategy.broadcast(name)  # machines may differ in what they could fetch
+        self._manifest, splits = ImageCache(self._make_source(name), self.cache_dir).open()
+        train, test = splits["train"], splits["test"]
+        val = splits.get("val", train)
+        if "val" in splits:
+            self.train_positions, self.val_positions = torch.arange(len(train.labels)), torch.arange(len(val.labels))
+        else:
+            self.train_positions, self.val_positions = split_by_class(train.labels, self.val_fraction, self.seed)
+        self.test_positions = torch.arange(len(test.labels))
+        augment = Augmentation(len(train.labels), self.shift, self.flip, self.seed) if self.shift or self.flip else None
+        self.train_batches = ImageBatches(train.images, train.labels, augment)
+        self.val_batches = ImageBatches(val.images, val.labels)
+        self.test_batches = ImageBatches(test.images, test.labels)
+        self.mean, self.std = (self.manifest.mean, self.manifest.std) if self.normalize else ([0.0] * 3, [1.0] * 3)
+        self._offset = 255 * torch.tensor(self.mean)[:, None, None]
+        self._scale = 255 * torch.tensor(self.std)[:, None, None]
+        if len(self.train_positions) < self.batch_size:
+            raise UsageError(
+                f"--batch_size {self.batch_size} is more than the {len(self.train_positions)} training images; "
+                f"use at most {len(self.train_positions)}"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tell the checkpoint what the network was trained on and how its pixels were scaled."""
+        return {
+            "source": self.manifest.source,
+            "class_names": self.class_names,
+            "image_size": self.image_size,
+            "mean": self.mean,
+            "std": self.std,
+            "digest": self.manifest.digest,
+        }
+
+    # ---- batches
+
+    def train_dataloader(self) -> Batches:
+        """Return this rank's share of the shuffled global batches."""
+        rank, world_size = self._place()
+        if self.batch_size % world_size:
+            raise UsageError(uneven_batch(self.batch_size, world_size))
+        sampler = GlobalBatchSampler(self.train_batches, self.train_positions, self.batch_size, world_size, rank, self.seed)
+        return self._loader(self.train_batches, sampler)
+
+    def val_dataloader(self) -> Batches | list[Batches]:
+        """Return this rank's validation batches; none where nothing was kept for validation."""
+        return self._evaluation_loader(self.val_batches, self.val_positions) if len(self.val_positions) else []
+
+    def test_dataloader(self) -> Batches:
+        """Return this rank's test batches."""
+        return self._evaluation_loader(self.test_batches, self.test_positions)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Normalise a batch on its device."""
+        images, labels = batch
+        return self.normalize_images(images), labels
+
+    def normalize_images(self, images: Tensor) -> Tensor:
+        """Turn pixels, uint8 (B, 3, H, W), into the network's input, float32 (B, 3, H, W), channels last in memory."""
+        if self._scale.device != images.device:
+            self._offset, self._scale = self._offset.to(images.device), self._scale.to(images.device)
+        scaled = images.to(torch.float32, memory_format=torch.channels_last)
+        return scaled.sub_(self._offset).div_(self._scale)
+
+    # ---- the rest is inside
+
+    def _prepare_source(self) -> str:
+        """Fetch the images; return the source's name, with "auto" decided."""
+        if self.source not in ("auto", "cifar10"):
+            return self.source
+        try:
+            Cifar10Source(self.root).prepare()
+        except UsageError as error:
+            if self.source == "cifar10":
+                raise
+            reason = str(error).partition(": ")[2] if str(error).startswith("--data.source") else str(error)
+            warnings.warn(
+                "THIS RUN IS NOT ON CIFAR-10: --data.source auto uses SYNTHETIC pictures (disc, ring, square, ...)"
+                f" instead. {reason}",
+                stacklevel=2,
+            )
+        return self._prepared_source()
+
+    def _prepared_source(self) -> str:
+        if self.source != "auto":
+            return self.source
+        return "cifar10" if Cifar10Source(self.root).is_there() else "synthetic"
+
+    def _make_source(self, name: str) -> Source:
+        if name == "cifar10":
+            return Cifar10Source(self.root)
+        if name == "folder":
+            return FolderSource(self.root, self.image_size)
+        return SyntheticSource(self.image_size)
+
+    def _place(self) -> tuple[int, int]:
+        """Return this process's rank and the number of ranks."""
+        return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
+
+    def _evaluation_loader(self, batches: ImageBatches, positions: Tensor) -> Batches:
+        rank, world_size = self._place()
+        return self._loader(batches, EvaluationSampler(batches, positions, self.eval_batch_size, world_size, rank))
+
+    def _loader(self, batches: ImageBatches, sampler: Sampler[BatchIndex]) -> Batches:
+        return DataLoader(
+            batches,
+            batch_size=None,  # the sampler yields whole batches
+            sampler=sampler,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
+        )
+
+
+def split_by_class(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Split off the same share of every class at random.
+
+    Args:
+        labels: int64 (n,).
+        fraction: Share of each class for the second part, rounded to whole images; one at least stays in the first.
+        seed: Another seed, another split; the same on every process.
+
+    Returns:
+        The positions of the two parts, int64, ascending and disjoint.
+    """
+    kept, split_off = [], []
+    for label in labels.unique():
+        members = (labels == label).nonzero().flatten()
+        members = members[torch.randperm(len(members), generator=generator(seed, int(label), 2))]
+        count = min(round(fraction * len(members)), len(members) - 1)
+        split_off.append(members[:count])
+        kept.append(members[count:])
+    return torch.cat(kept).sort().values, torch.cat(split_off).sort().values
+
+
+def uneven_batch(batch_size: int, world_size: int) -> str:
+    """Return the message for a global batch that the number of devices does not divide."""
+    below = batch_size // world_size * world_size
+    nearest = f"{below} or {below + world_size}" if below else f"{world_size}"
+    return f"--batch_size {batch_size} cannot be shared equally by {world_size} devices; use {nearest}"

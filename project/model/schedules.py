@@ -1,0 +1,58 @@
+"""Learning-rate schedules that span the whole run, however long the flags make it."""
+
+import math
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from project.errors import UsageError
+
+
+class OneCycle(LRScheduler):
+    """Rise from a fraction of the optimizer's learning rate to all of it, then fall to nearly nothing; both as a cosine.
+
+    The optimizer's `lr` is the peak. The length is the run's number of optimizer steps: `Classifier` fills in
+    `total_steps` before training, so that `--max_epochs` alone sets it (`torch.optim.lr_scheduler.OneCycleLR` wants it
+    spelt out, and overrides the optimizer's lr). Source: Smith and Topin, 2018, arXiv:1708.07120.
+
+    Args:
+        optimizer: The optimizer, its `lr` the peak.
+        warmup: Fraction of the run's steps that rise.
+        start: Learning rate of the first step, as a fraction of the peak.
+        end: Learning rate after the last step, as a fraction of the peak.
+        total_steps: Optimizer steps of the whole run; None until the trainer knows it.
+        last_epoch: As in every PyTorch schedule; counts optimizer steps here.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup: float = 0.2,
+        start: float = 0.04,
+        end: float = 0.0001,
+        total_steps: int | None = None,
+        last_epoch: int = -1,
+    ) -> None:
+        if not 0 <= warmup < 1:
+            raise UsageError(f"--lr_scheduler.warmup {warmup} must be at least 0 and below 1: it is a fraction of the run")
+        self.warmup = warmup
+        self.start = start
+        self.end = end
+        self.total_steps = total_steps
+        super().__init__(optimizer, last_epoch)
+
+    def factor(self, step: int) -> float:
+        """Return the learning rate of an optimizer step, counted from 0, as a fraction of the peak."""
+        done = min(step / self.total_steps, 1.0) if self.total_steps else 0.0
+        if done < self.warmup:
+            return _cosine(self.start, 1.0, done / self.warmup)
+        return _cosine(1.0, self.end, (done - self.warmup) / (1.0 - self.warmup))
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group for the coming step."""
+        factor = self.factor(self.last_epoch)
+        return [peak * factor for peak in self.base_lrs]
+
+
+def _cosine(first: float, last: float, done: float) -> float:
+    return last + (first - last) * (1.0 + math.cos(math.pi * done)) / 2.0

@@ -1,0 +1,81 @@
+"""Callbacks of every run: how fast it goes, what each epoch came to, and one line about it."""
+
+import time
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class RunRecord(Callback):
+    """Measure the training speed, remember each epoch's validation figures, and print one line an epoch.
+
+    Attributes:
+        train_seconds: From the first step to the last, validation and checkpoints included.
+        epoch_seconds: Of that, the training of whole epochs alone.
+        num_images: Training images in those epochs, over all devices.
+        validations: For each validated epoch, counted from 0: its loss and accuracy.
+    """
+
+    def __init__(self) -> None:
+        self.train_seconds = 0.0
+        self.epoch_seconds = 0.0
+        self.num_images = 0
+        self.validations: dict[int, tuple[float, float]] = {}
+        self._run_start = self._epoch_start = self._window_start = 0.0
+        self._window_images = self._epoch_images = 0
+        self._pause_start = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the run's clock."""
+        self._run_start = time.perf_counter()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the epoch's clock."""
+        self._epoch_start = self._window_start = time.perf_counter()
+        self._window_images = self._epoch_images = 0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count images; write the speed as often as the classifier writes the loss."""
+        self._window_images += len(batch[1]) * trainer.world_size
+        due = trainer.global_step % trainer.log_every_n_steps == 0 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if due or trainer.is_last_batch:
+            now = time.perf_counter()
+            speed = self._window_images / (now - self._window_start)
+            for logger in trainer.loggers:
+                logger.log_metrics({"images_per_second": speed, "epoch": trainer.current_epoch}, step=trainer.global_step)
+            self._epoch_images += self._window_images
+            self._window_images, self._window_start = 0, now
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the training clocks."""
+        self._pause_start = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on with the training clocks, and remember the figures."""
+        pause = time.perf_counter() - self._pause_start
+        self._epoch_start += pause
+        self._window_start += pause
+        figures = trainer.callback_metrics
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and "val/accuracy" in figures:
+            self.validations[trainer.current_epoch] = (figures["val/loss"].item(), figures["val/accuracy"].item())
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Add up the epoch and print its line."""
+        seconds = time.perf_counter() - self._epoch_start
+        self.epoch_seconds += seconds
+        self.num_images += self._epoch_images
+        if trainer.is_global_zero:
+            epoch = trainer.current_epoch
+            parts = [f"epoch {epoch + 1}/{trainer.max_epochs}"] if (trainer.max_epochs or -1) > 0 else [f"epoch {epoch + 1}"]
+            for stage in ("train", "val"):
+                loss, accuracy = (trainer.callback_metrics.get(f"{stage}/{what}") for what in ("loss", "accuracy"))
+                if loss is not None and accuracy is not None:
+                    parts.append(f"{stage} loss {loss:.3f} accuracy {accuracy:.4f}")
+            parts.append(f"{self._epoch_images / seconds:,.0f} images/s")
+            print("  ".join(parts), flush=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the run's clock."""
+        self.train_seconds = time.perf_counter() - self._run_start

@@ -1,0 +1,67 @@
+"""Checkpoints that are safe on disk before they bear their name, and the two that every run keeps."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+
+class DurableCheckpointIO(TorchCheckpointIO):
+    """Write a checkpoint beside its final place, flush it to the disk, then rename it.
+
+    Lightning's own writer stages in $TMPDIR, and moving from there to another file system is a copy that can be cut off.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Save to a path on disk."""
+        write_durably(Path(path), lambda file: torch.save(checkpoint, file))
+
+
+def write_durably(path: Path, write: Callable[[Any], None]) -> None:
+    """Have `write` fill a temporary file in the same folder, flush it to the disk, and give it its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def best_and_last(every: int) -> tuple[ModelCheckpoint, ModelCheckpoint]:
+    """Return the callbacks that keep `best.ckpt`, by validation accuracy, and `last.ckpt`.
+
+    Args:
+        every: Optimizer steps from one `last.ckpt` to the next; 0 for one at the end of every epoch.
+    """
+    best = ModelCheckpoint(monitor="val/accuracy", mode="max", filename="best", enable_version_counter=False)
+    last = ModelCheckpoint(
+        filename="last",
+        every_n_train_steps=every or None,
+        every_n_epochs=None if every else 1,
+        save_on_train_epoch_end=True,
+        enable_version_counter=False,
+    )
+    return best, last
+
+
+class SaveWeights(Callback):
+    """Keep the network's weights of every epoch as `weights/epoch_<n>.pth`, as the articles do.
+
+    Each is a plain state_dict, without a prefix: `ConvNet(...).load_state_dict(torch.load(path, weights_only=True))`.
+    """
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save on rank 0."""
+        if trainer.is_global_zero:
+            assert trainer.log_dir is not None
+            path = Path(trainer.log_dir) / "weights" / f"epoch_{trainer.current_epoch}.pth"
+            write_durably(path, lambda file: torch.save(pl_module.network.state_dict(), file))

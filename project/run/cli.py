@@ -1,0 +1,234 @@
+"""The command line: LightningCLI, with short flags, one-line errors, and everything a run writes."""
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from inspect import signature
+from typing import Any, NoReturn
+
+from jsonargparse import Namespace
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from project.data.datamodule import uneven_batch
+from project.errors import UsageError
+from project.run.callbacks import RunRecord
+from project.run.checkpoints import DurableCheckpointIO, best_and_last
+from project.run.checks import check_accelerator, check_strategy, count_devices, nearest
+from project.run.notices import Notices
+from project.run.outputs import RunDirectory, RunLogger, SaveConfig
+from project.run.summary import closing_lines, summarise, write_summary
+
+# Flag, the setting it stands for, and what it does in plain words. `--devices 2` and `--trainer.devices 2` are the same.
+SHORT_FLAGS = {
+    "accelerator": ("trainer.accelerator", "what computes: cpu, gpu, or auto for the GPU if there is one"),
+    "devices": ("trainer.devices", "how many GPUs, or how many processes on the CPU; on GPUs also which, as 0,2"),
+    "strategy": ("trainer.strategy", "how several devices share the work: ddp, a process for each; auto chooses"),
+    "num_nodes": ("trainer.num_nodes", "how many machines take part"),
+    "precision": ("trainer.precision", "arithmetic: 32-true, or bf16-mixed where the processor has it, for speed"),
+    "max_epochs": ("trainer.max_epochs", "how often every training image is seen"),
+    "batch_size": ("data.batch_size", "images per training step, over all devices together"),
+    "seed": ("seed_everything", "decides initial weights, validation split, order of images and augmentation"),
+    "optimizer": ("model.optimizer", "the optimizer, such as SGD or Adam; its settings as --optimizer.weight_decay"),
+    "lr": ("model.optimizer.lr", "the optimizer's learning rate; with OneCycle, the highest"),
+    "lr_scheduler": ("model.lr_scheduler", "the learning-rate schedule, such as OneCycle; null for a constant rate"),
+}
+OWN_FLAGS: dict[str, tuple[type, Any, str]] = {
+    "name": (str, "default", "what the run is called: it writes to <log_dir>/<name>/version_<n>"),
+    "log_dir": (str, "logs", "the folder of all runs"),
+    "checkpoint_every": (int, 0, "optimizer steps from one last.ckpt to the next; 0 saves at the end of every epoch"),
+}
+
+
+# How jsonargparse says that a YAML file or a flag has a key it does not know: its group, where it names one, and the key.
+UNKNOWN_SETTING = r"""(?:Group '(\w+)' does not accept option|Key|Option) ["']([\w.]+)["'](?: is not (?:expected|accepted)|$)"""
+
+
+class FlagParser(LightningArgumentParser):
+    """Lightning's parser, with the short flags, and errors that are one line and name what was probably meant."""
+
+    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
+        """Parse after spelling the short flags out."""
+        given = sys.argv[1:] if args is None else args
+        return super().parse_args([self._long_form(arg) for arg in given], *more, **kwargs)
+
+    def format_help(self, *args: Any) -> str:
+        """Put the short flags first."""
+        usage, _, rest = super().format_help(*args).partition("options:")
+        flags = {flag: text for flag, (_, text) in SHORT_FLAGS.items()} | {f: text for f, (*_, text) in OWN_FLAGS.items()}
+        width = max(map(len, flags)) + 4
+        lines = [f"  --{flag:<{width}}{text}" for flag, text in flags.items()]
+        return "\n".join([f"{usage}flags:", *lines, "", "everything else:"]) + rest
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise a UsageError of one line."""
+        text = " ".join(message.split())
+        if unknown := re.match(r"unrecognized arguments: (--?[^\s=]+)", text):
+            raise UsageError(self._unknown(unknown[1], "flag", self._flags())) from ex
+        if unknown := re.search(UNKNOWN_SETTING, text):
+            settings = list(self.get_defaults(skip_validation=True).keys())
+            ends = [setting.rpartition(".")[2] for setting in settings]
+            group = f"{unknown[1]}." if unknown[1] else ""
+            raise UsageError(self._unknown(group + unknown[2], "setting", settings + ends)) from ex
+        text = re.sub(r'^Parser key "([\w.]+)":', r"--\1:", text)
+        if choices := re.findall(r"Literal\[(.*?)\]", text):
+            names = dict.fromkeys(name.strip(" '") for names in choices for name in names.split(","))
+            given = text.rpartition("value: ")[2]
+            hint = nearest(given, names)
+            text = f"{text.partition(':')[0]} {given} is not one of {', '.join(names)}"
+            text += f"; did you mean {hint}?" if hint else ""
+        if missing := re.search(r"Expected a dot import path string: (\S+)", text):
+            text = f"{text.partition(':')[0]} {missing[1]} is not a class that can be imported; check its name"
+        text = re.sub(r"Expected an? <class '(\w+)'>\. Got value: (.*)", r"expected \1, got \2", text)
+        raise UsageError(text) from ex
+
+    @staticmethod
+    def _long_form(arg: str) -> str:
+        match = re.match(r"--(\w+)(.*)", arg, re.DOTALL)
+        return f"--{SHORT_FLAGS[match[1]][0]}{match[2]}" if match and match[1] in SHORT_FLAGS else arg
+
+    def _flags(self) -> list[str]:
+        long_forms = [option for action in self._actions for option in action.option_strings]
+        return [*(f"--{short}" for short in SHORT_FLAGS), *long_forms]
+
+    @staticmethod
+    def _unknown(word: str, what: str, known: Iterable[str]) -> str:
+        hint = nearest(word, known)
+        return f"{word} is not a {what}" + (f"; did you mean {hint}?" if hint else "; --help lists them")
+
+
+class TrainCLI(LightningCLI):
+    """Parse the command line and build the trainer, the model and the data from it.
+
+    Args:
+        model_class: The LightningModule.
+        datamodule_class: The LightningDataModule.
+        args: The command line; None for the process's own.
+    """
+
+    datamodule: LightningDataModule
+
+    def __init__(
+        self,
+        model_class: type[LightningModule],
+        datamodule_class: type[LightningDataModule],
+        args: Sequence[str] | None = None,
+    ) -> None:
+        self.notices = Notices()
+        self.notices.install()
+        self.record = RunRecord()
+        super().__init__(
+            model_class,
+            datamodule_class,
+            save_config_callback=SaveConfig,
+            trainer_defaults={"max_epochs": 10, "use_distributed_sampler": False, "enable_model_summary": False},
+            seed_everything_default=0,
+            parser_class=FlagParser,
+            parser_kwargs={
+                "allow_abbrev": False,  # `--max_epoch` is a mistake to point out, not to guess at
+                "usage": "train.py [--config FILE] [flags]",
+                "description": "Train an image classifier, test its best checkpoint, and sum up.",
+            },
+            args=args,  # type: ignore[arg-type]
+            run=False,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add our own flags, and hand on what the network must know of the data."""
+        for flag, (kind, default, text) in OWN_FLAGS.items():
+            parser.add_argument(f"--{flag}", type=kind, default=default, help=text)
+        parser.set_defaults({"model.network": {"class_path": "project.model.networks.ConvNet"}})
+        data, model = (signature(c).parameters for c in (self._datamodule_class, self._model_class))
+        if "seed" in data:
+            parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+        if "image_size" in data:
+            parser.link_arguments("data.image_size", "model.network.init_args.image_size")
+        if hasattr(self._datamodule_class, "num_classes"):
+            parser.link_arguments("data.num_classes", "model.network.init_args.num_classes", apply_on="instantiate")
+            if "num_classes" in model:
+                parser.link_arguments("data.num_classes", "model.num_classes", apply_on="instantiate")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse, and check the seed, which is used before anything else."""
+        super().parse_arguments(parser, args)
+        seed = self.config.seed_everything
+        if isinstance(seed, bool) or not 0 <= seed < 2**32:
+            raise UsageError(f"--seed {seed} must be a whole number from 0 to {2**32 - 1}")
+
+    def before_instantiate_classes(self) -> None:
+        """Check the hardware flags before anything is built."""
+        trainer = self.config.trainer
+        if trainer.num_nodes < 1:
+            raise UsageError(f"--num_nodes {trainer.num_nodes} must be at least 1")
+        if self.config.checkpoint_every < 0:
+            raise UsageError(f"--checkpoint_every {self.config.checkpoint_every} must be at least 0")
+        if isinstance(trainer.strategy, str):
+            check_strategy(trainer.strategy)
+        if isinstance(trainer.accelerator, str):
+            world_size = count_devices(check_accelerator(trainer.accelerator), trainer.devices) * trainer.num_nodes
+            batch_size = self.config.data.get("batch_size", 0)
+            if batch_size > 0 and batch_size % world_size:
+                raise UsageError(uneven_batch(batch_size, world_size))
+
+    def instantiate_classes(self) -> None:
+        """Build everything; a value that a constructor refuses is the user's to mend."""
+        try:
+            super().instantiate_classes()
+        except UsageError:
+            raise
+        except ValueError as error:
+            raise UsageError(" ".join(str(error).split())) from error
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the trainer, with the run directory, its logger, checkpoints and record."""
+        self.run_directory = RunDirectory(self.config.log_dir, self.config.name)
+        self.save_config_kwargs = {"run": self.run_directory}
+        config = self.config_init.trainer
+        if config.logger is None or config.logger is True:
+            kwargs["logger"] = RunLogger(self.run_directory)
+        self.best, self.last = best_and_last(self.config.checkpoint_every)
+        kwargs["callbacks"] = [*_as_list(config.callbacks), self.record]
+        if config.enable_checkpointing is not False:
+            kwargs["callbacks"] += [self.best, self.last]
+        kwargs["plugins"] = [*_as_list(config.plugins), DurableCheckpointIO()]
+        if config.enable_progress_bar is None:
+            kwargs["enable_progress_bar"] = sys.stdout.isatty()
+        if config.default_root_dir is None:
+            kwargs["default_root_dir"] = self.config.log_dir
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            raise UsageError(" ".join(str(error).split())) from error
+
+    @property
+    def best_checkpoint(self) -> str | None:
+        """The checkpoint to test: the best, the last where nothing was validated, or none where none was kept."""
+        return self.best.best_model_path or self.last.best_model_path or None
+
+    def summarise(self) -> None:
+        """Write `summary.json`, the HPARAMS row, and the closing lines; rank 0 only."""
+        if self.trainer.is_global_zero:
+            summary = summarise(self.trainer, self.record, self.best, self.last, self.notices.messages)
+            write_summary(summary, self.run_directory.path)
+            self._write_hparams(summary)
+            print("\n".join(closing_lines(summary, self.run_directory)), flush=True)
+
+    def _write_hparams(self, summary: dict[str, Any]) -> None:
+        config = self.config.clone()
+        config.data.source = summary["dataset"]
+        metrics = {f"hparams/{name}": summary[name] for name in ("val_accuracy", "test_accuracy", "test_loss")}
+        for logger in self.trainer.loggers:
+            if isinstance(logger, RunLogger):
+                logger.log_hyperparams(
+                    {key: config.as_flat().__dict__[key] for key in sorted(config.as_flat().__dict__)},
+                    metrics={name: value for name, value in metrics.items() if value is not None},
+                    step=self.trainer.global_step,
+                )
+                logger.save()
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, Iterable) else [value]

@@ -1,0 +1,98 @@
+"""What a run came to: `summary.json`, and the same in words."""
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torchmetrics
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from project.run.callbacks import RunRecord
+from project.run.checkpoints import write_durably
+from project.run.outputs import RunDirectory
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what computes."""
+    from importlib.metadata import version
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": version("torchvision"),
+        "lightning": lightning.__version__,
+        "torchmetrics": torchmetrics.__version__,
+    }
+
+
+def summarise(
+    trainer: Trainer, record: RunRecord, best: ModelCheckpoint, last: ModelCheckpoint, warnings: list[str]
+) -> dict[str, Any]:
+    """Return the figures of a finished run, in the order in which `summary.json` lists them.
+
+    Accuracies are shares of 1; losses are mean cross-entropies; `images_per_second` counts training images over all
+    devices, validation and checkpoints left out; `best_epoch` counts from 0. What was not measured is None.
+    """
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    figures = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    best_epoch = max(record.validations, key=lambda epoch: record.validations[epoch][1], default=None)
+    val_loss, val_accuracy = (None, None) if best_epoch is None else record.validations[best_epoch]
+    return {
+        "dataset": data.resolved_source,
+        "num_train_images": len(data.train_positions),
+        "num_val_images": len(data.val_positions),
+        "num_test_images": len(data.test_positions),
+        "num_test_images_counted": int(figures["test/num_images"]),
+        "accelerator": "cpu" if trainer.strategy.root_device.type == "cpu" else "gpu",
+        "strategy": getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__),
+        "world_size": trainer.world_size,
+        "global_batch_size": data.batch_size,
+        "device_batch_size": data.batch_size // trainer.world_size,
+        "optimizer_steps": trainer.global_step,
+        "epochs": trainer.current_epoch,
+        "train_seconds": round(record.train_seconds, 3),
+        "images_per_second": round(record.num_images / record.epoch_seconds, 1) if record.epoch_seconds else None,
+        "val_loss": None if val_loss is None else round(val_loss, 6),
+        "val_accuracy": None if val_accuracy is None else round(val_accuracy, 6),
+        "test_loss": round(figures["test/loss"], 6),
+        "test_accuracy": round(figures["test/accuracy"], 6),
+        "best_epoch": best_epoch,
+        "best_checkpoint": best.best_model_path or None,
+        "last_checkpoint": last.best_model_path or None,
+        "versions": versions(),
+        "warnings": warnings,
+    }
+
+
+def write_summary(summary: dict[str, Any], folder: Path) -> None:
+    """Write `summary.json` into a folder, whole or not at all."""
+    write_durably(folder / "summary.json", lambda file: file.write(json.dumps(summary, indent=2).encode() + b"\n"))
+
+
+def closing_lines(summary: dict[str, Any], run: RunDirectory) -> list[str]:
+    """Return the summary in words, and what to type next."""
+    s = summary
+    where = f"{s['world_size']} x {s['accelerator']} ({s['strategy']})"
+    lines = [f"warning: {text}" for text in s["warnings"]]
+    lines += [
+        f"data      {s['dataset']}: {s['num_train_images']:,} training, {s['num_val_images']:,} validation, "
+        f"{s['num_test_images']:,} test images",
+        f"trained   {s['epochs']} epochs, {s['optimizer_steps']:,} steps of {s['global_batch_size']} images on {where}: "
+        f"{s['train_seconds']:,.0f} s" + (f", {s['images_per_second']:,.0f} images/s" if s["images_per_second"] else ""),
+    ]
+    if s["best_epoch"] is not None:
+        lines.append(
+            f"validated accuracy {s['val_accuracy']:.4f}, loss {s['val_loss']:.4f}, best in epoch {s['best_epoch'] + 1}"
+        )
+    lines += [
+        f"tested    accuracy {s['test_accuracy']:.4f}, loss {s['test_loss']:.4f}, "
+        f"on {s['num_test_images_counted']:,} images, each counted once",
+        f"saved     {s['best_checkpoint'] or s['last_checkpoint'] or 'no checkpoint'}",
+        f"run       {run.path}",
+        f"next      tensorboard --logdir {run.log_dir}",
+    ]
+    return lines
