@@ -322,7 +322,7 @@ class SyntheticSource(Source):
     """
 
     name = "synthetic"
-    sizes = {"train": 8000, "test": 2000}
+    sizes = {"train": 6000, "test": 2000}
     classes = [
         "disc", "ring", "square", "frame", "triangle", "plus", "cross", "rows", "columns", "checkers",
     ]  # fmt: skip

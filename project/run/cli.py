@@ -42,7 +42,9 @@ OWN_FLAGS: dict[str, tuple[type, Any, str]] = {
 
 
 # How jsonargparse says that a YAML file or a flag has a key it does not know: its group, where it names one, and the key.
-UNKNOWN_SETTING = r"""(?:Group '(\w+)' does not accept option|Key|Option) ["']([\w.]+)["'](?: is not (?:expected|accepted)|$)"""
+UNKNOWN_SETTING = (
+    r"""(?:Group '(\w+)' does not accept option|Key|Option) ["']([\w.]+)["'](?: is not (?:expected|accepted)|$)"""
+)
 
 
 class FlagParser(LightningArgumentParser):

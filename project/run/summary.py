@@ -10,6 +10,7 @@ import torch
 import torchmetrics
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from project.run.callbacks import RunRecord
 from project.run.checkpoints import write_durably
@@ -48,7 +49,7 @@ def summarise(
         "num_test_images": len(data.test_positions),
         "num_test_images_counted": int(figures["test/num_images"]),
         "accelerator": "cpu" if trainer.strategy.root_device.type == "cpu" else "gpu",
-        "strategy": getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__),
+        "strategy": _strategy_name(trainer.strategy),
         "world_size": trainer.world_size,
         "global_batch_size": data.batch_size,
         "device_batch_size": data.batch_size // trainer.world_size,
@@ -66,6 +67,12 @@ def summarise(
         "versions": versions(),
         "warnings": warnings,
     }
+
+
+def _strategy_name(strategy: Strategy) -> str:
+    """Return the name by which `--strategy` knows a strategy's class."""
+    names = (name for name, entry in StrategyRegistry.items() if entry["strategy"] is type(strategy))
+    return next(names, type(strategy).__name__)
 
 
 def write_summary(summary: dict[str, Any], folder: Path) -> None:

@@ -1,0 +1,44 @@
+"""Augmentation depends on seed, epoch and image alone."""
+
+import numpy as np
+import pytest
+import torch
+
+from project.data.augment import Augmentation
+
+IMAGES = torch.randint(256, (40, 3, 12, 10), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+def test_each_image_is_a_window_of_its_reflection_mirrored_or_not() -> None:
+    augment = Augmentation(40, shift=3, flip=True, seed=0)
+    result = augment(IMAGES, torch.arange(40), epoch=2)
+    shifts, flips = augment.draw(2)
+    for image, augmented, (dy, dx), flip in zip(IMAGES, result, shifts.T.tolist(), flips.tolist(), strict=True):
+        window = np.pad(image.numpy(), ((0, 0), (3, 3), (3, 3)), mode="reflect")[:, dy : dy + 12, dx : dx + 10]
+        assert np.array_equal(augmented.numpy(), window[:, :, ::-1] if flip else window)
+
+
+def test_the_batch_an_image_is_in_does_not_matter() -> None:
+    augment = Augmentation(40, shift=3, flip=True, seed=0)
+    whole = augment(IMAGES, torch.arange(40), epoch=5)
+    some = torch.tensor([7, 39, 0, 21])
+    assert torch.equal(Augmentation(40, 3, True, 0)(IMAGES[some], some, 5), whole[some])
+
+
+@pytest.mark.parametrize(("seed", "epoch"), [(1, 0), (0, 1)])
+def test_another_seed_or_epoch_is_another_augmentation(seed: int, epoch: int) -> None:
+    first = Augmentation(40, 3, True, 0)(IMAGES, torch.arange(40), 0)
+    assert not torch.equal(first, Augmentation(40, 3, True, seed)(IMAGES, torch.arange(40), epoch))
+
+
+def test_all_shifts_occur_equally_often_and_half_are_mirrored() -> None:
+    shifts, flips = Augmentation(90_000, shift=4, flip=True, seed=3).draw(0)
+    counts = torch.stack([(shifts == value).sum(dim=1) for value in range(9)])
+    assert shifts.min() == 0
+    assert shifts.max() == 8
+    assert (counts - 10_000).abs().max() < 500  # five standard deviations
+    assert abs(flips.float().mean() - 0.5) < 0.01
+
+
+def test_no_shift_and_no_flip_leave_the_image() -> None:
+    assert torch.equal(Augmentation(40, 0, False, 0)(IMAGES, torch.arange(40), 0), IMAGES)

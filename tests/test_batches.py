@@ -1,0 +1,75 @@
+"""What each rank sees: the same images in the same global batches, whatever the number of ranks."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from project.data.augment import Augmentation
+from project.data.batches import BLANK, IGNORE_INDEX, BatchIndex, EvaluationSampler, GlobalBatchSampler, ImageBatches
+
+
+def dataset(count: int, augment: Augmentation | None = None) -> ImageBatches:
+    images = torch.randint(256, (count, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return ImageBatches(images, torch.arange(count) % 10, augment)
+
+
+def batches(positions: Tensor, size: int, ranks: int, epoch: int = 0, seed: int = 0) -> list[list[Tensor]]:
+    """For each rank, its batches of an epoch."""
+    result = []
+    for rank in range(ranks):
+        sampler = GlobalBatchSampler(dataset(200), positions, size, ranks, rank, seed)
+        sampler.set_epoch(epoch)
+        result.append([index.positions for index in sampler])
+        assert len(result[-1]) == len(sampler)
+    return result
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_ranks_share_each_global_batch(ranks: int) -> None:
+    positions = torch.arange(50, 180)
+    alone = batches(positions, 16, 1)[0]
+    shared = batches(positions, 16, ranks)
+    assert len(alone) == 130 // 16
+    for step, whole in enumerate(alone):
+        parts = [rank[step] for rank in shared]
+        assert {len(part) for part in parts} == {16 // ranks}
+        assert torch.equal(torch.stack(parts, dim=1).flatten(), whole)  # rank r has [r::N]
+
+
+def test_an_epoch_repeats_no_image_and_uses_only_its_own() -> None:
+    positions = torch.arange(50, 180)
+    seen = torch.cat(batches(positions, 16, 1)[0])
+    assert len(seen.unique()) == len(seen) == 128
+    assert set(seen.tolist()) < set(positions.tolist())
+
+
+def test_the_order_changes_with_epoch_and_seed_and_with_nothing_else() -> None:
+    positions = torch.arange(64)
+    first = torch.cat(batches(positions, 16, 1)[0])
+    assert torch.equal(first, torch.cat(batches(positions, 16, 1)[0]))
+    assert not torch.equal(first, torch.cat(batches(positions, 16, 1, epoch=1)[0]))
+    assert not torch.equal(first, torch.cat(batches(positions, 16, 1, seed=1)[0]))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 101])
+def test_evaluation_counts_every_image_once(ranks: int, count: int) -> None:
+    per_rank = [list(EvaluationSampler(dataset(101), torch.arange(count), 16, ranks, rank)) for rank in range(ranks)]
+    assert len({len(part) for part in per_rank}) == 1
+    assert {len(index.positions) for part in per_rank for index in part} == {min(16, count)}
+    seen = torch.cat([index.positions for part in per_rank for index in part])
+    assert sorted(seen[seen != BLANK].tolist()) == list(range(count))
+
+
+def test_blank_images_are_black_and_ignored() -> None:
+    images, labels = dataset(10)[BatchIndex(0, torch.tensor([3, BLANK]))]
+    assert labels.tolist() == [3, IGNORE_INDEX]
+    assert images[0].any()
+    assert not images[1].any()
+
+
+def test_reading_a_blank_does_not_change_the_images() -> None:
+    data = dataset(10)
+    before = data.images.clone()
+    data[BatchIndex(0, torch.tensor([BLANK, 9]))]
+    assert torch.equal(data.images, before)

@@ -1,0 +1,340 @@
+"""scripts/train.py as a person runs it: real processes, real files."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.conftest import NARROW, REAL_CIFAR10, ROOT, ImageFolder, clean_environment, python, train
+
+SUMMARY_KEYS = [
+    "dataset",
+    "num_train_images",
+    "num_val_images",
+    "num_test_images",
+    "num_test_images_counted",
+    "accelerator",
+    "strategy",
+    "world_size",
+    "global_batch_size",
+    "device_batch_size",
+    "optimizer_steps",
+    "epochs",
+    "train_seconds",
+    "images_per_second",
+    "val_loss",
+    "val_accuracy",
+    "test_loss",
+    "test_accuracy",
+    "best_epoch",
+    "best_checkpoint",
+    "last_checkpoint",
+    "versions",
+    "warnings",
+]
+CPU = ["--accelerator", "cpu"]
+TWO = [*CPU, "--strategy", "ddp", "--devices", "2"]
+
+
+@dataclass
+class Run:
+    output: str
+    errors: str
+    folder: Path
+    summary: dict
+
+
+def run_of(cwd: Path, result: subprocess.CompletedProcess[str], name: str = "default", version: int = 0) -> Run:
+    folder = cwd / "logs" / name / f"version_{version}"
+    return Run(result.stdout, result.stderr, folder, json.loads((folder / "summary.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The flags that name a cache of decoded images shared by the tests."""
+    return ["--data.cache_dir", str(tmp_path_factory.mktemp("cache"))]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, cache: list[str]) -> Run:
+    """The bare command on two processes, offline, two epochs."""
+    cwd = tmp_path_factory.mktemp("run")
+    return run_of(cwd, train(cwd, *TWO, *cache, "--max_epochs", "2"))
+
+
+# ---- what it writes
+
+
+def test_the_summary_has_exactly_these_keys_and_true_figures(run: Run) -> None:
+    summary = run.summary
+    assert list(summary) == SUMMARY_KEYS
+    assert (summary["accelerator"], summary["strategy"], summary["world_size"]) == ("cpu", "ddp", 2)
+    assert (summary["global_batch_size"], summary["device_batch_size"]) == (64, 32)
+    assert (summary["num_train_images"], summary["num_val_images"], summary["num_test_images"]) == (5400, 600, 2000)
+    assert summary["num_test_images_counted"] == 2000
+    assert (summary["optimizer_steps"], summary["epochs"]) == (2 * (5400 // 64), 2)
+    assert 0 < 2 * 84 * 64 / summary["train_seconds"] < summary["images_per_second"]
+    assert summary["versions"]["torch"] == torch.__version__
+
+
+def test_the_default_network_learns_the_synthetic_images_in_two_epochs(run: Run) -> None:
+    assert run.summary["test_accuracy"] > 0.90
+
+
+def test_it_says_at_the_start_and_at_the_end_that_it_is_not_cifar10(run: Run) -> None:
+    loud = "THIS RUN IS NOT ON CIFAR-10"
+    assert run.errors.startswith(f"warning: {loud}")
+    assert run.output.splitlines()[2].startswith(f"warning: {loud}")
+    assert [loud in text for text in run.summary["warnings"]] == [True]
+    assert run.summary["dataset"] == "synthetic"
+    assert yaml.safe_load((run.folder / "config.yaml").read_text())["data"]["source"] == "synthetic"
+
+
+def test_one_directory_whatever_the_number_of_processes(run: Run) -> None:
+    assert [path.name for path in run.folder.parent.iterdir()] == ["version_0"]
+    files = {path.name for path in run.folder.iterdir() if not path.name.startswith("events.")}
+    assert files == {"checkpoints", "config.yaml", "summary.json"}
+    assert {path.name for path in (run.folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+
+
+def test_the_terminal_shows_the_figures_in_words_and_nothing_else(run: Run) -> None:
+    lines = run.output.splitlines()
+    assert len(lines) == len(set(lines)) <= 12
+    assert "tensorboard --logdir logs" in lines[-1]
+    assert f"accuracy {run.summary['test_accuracy']:.4f}" in run.output
+    assert f"accuracy {run.summary['val_accuracy']:.4f}" in run.output
+    assert not re.search("tip|litlogger|\x1b", run.output + run.errors, re.IGNORECASE)
+    assert len(run.errors.splitlines()) == 2  # the warning, and that images are being prepared
+
+
+def test_checkpoints_are_plain_and_the_best_is_the_best(run: Run) -> None:
+    best = torch.load(run.folder / "checkpoints" / "best.ckpt", weights_only=True)
+    last = torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert last["global_step"] == run.summary["optimizer_steps"]
+    assert best["epoch"] == run.summary["best_epoch"]
+    assert run.summary["best_checkpoint"].endswith("best.ckpt")
+    assert last["ImageDataModule"]["class_names"][0] == "disc"
+
+
+def test_tensorboard_reads_every_figure(run: Run) -> None:
+    events = EventAccumulator(str(run.folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    scalars = {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    for tag in ("train/loss", "train/accuracy", "learning_rate", "images_per_second", "epoch"):
+        assert {50, 84, 100, 150, 168} <= set(scalars[tag]), tag  # every 50 steps, and the end of every epoch
+    assert set(scalars["val/loss"]) == set(scalars["val/accuracy"]) == {84, 168}
+    assert scalars["val/accuracy"][84 * (run.summary["best_epoch"] + 1)] == pytest.approx(
+        run.summary["val_accuracy"], abs=1e-6
+    )
+    assert scalars["test/accuracy"][168] == pytest.approx(run.summary["test_accuracy"], abs=1e-6)
+    assert scalars["epoch"][84] == 0
+    assert scalars["epoch"][168] == 1
+    assert max(scalars["learning_rate"].values()) <= 0.02
+    assert scalars["hparams/test_accuracy"][168] == pytest.approx(run.summary["test_accuracy"], abs=1e-6)
+    assert "_hparams_/session_start_info" in events.summary_metadata
+    by_class = [values[168] for tag, values in scalars.items() if tag.startswith("test_accuracy_by_class/")]
+    assert sum(by_class) / 10 == pytest.approx(run.summary["test_accuracy"], abs=1e-6)  # classes of equal size
+
+
+def test_its_config_repeats_the_run(run: Run, tmp_path: Path) -> None:
+    again = run_of(tmp_path, train(tmp_path, "--config", run.folder / "config.yaml"))
+    assert again.summary["test_accuracy"] == run.summary["test_accuracy"]
+    weights = [torch.load(r.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for r in (run, again)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_run_of_few_steps_has_points_too(tmp_path: Path, cache: list[str]) -> None:
+    flags = ["--data.source", "synthetic", "--max_epochs", "1", "--trainer.limit_train_batches", "7"]
+    run = run_of(tmp_path, train(tmp_path, *CPU, *cache, *NARROW, *flags))
+    events = EventAccumulator(str(run.folder)).Reload()
+    for tag in ("train/loss", "train/accuracy", "learning_rate", "images_per_second"):
+        assert [event.step for event in events.Scalars(tag)] == [7], tag
+
+
+def test_two_runs_started_at_once_get_two_directories(tmp_path: Path, cache: list[str]) -> None:
+    flags = [*CPU, *cache, *NARROW, "--data.source", "synthetic", "--max_epochs", "1", "--trainer.limit_train_batches", "3"]
+    both = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "scripts" / "train.py"), *flags],
+            cwd=tmp_path,
+            env=clean_environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]
+    errors = [process.communicate(timeout=240)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], errors
+    folders = sorted((tmp_path / "logs" / "default").iterdir())
+    assert [folder.name for folder in folders] == ["version_0", "version_1"]
+    assert all((folder / "summary.json").exists() for folder in folders)
+
+
+# ---- what it computes
+
+
+def weights_after_30_steps(cwd: Path, *flags: object) -> dict[str, torch.Tensor]:
+    train(cwd, *CPU, "--data.source", "synthetic", "--trainer.max_steps", "30", *flags)
+    checkpoint = torch.load(cwd / "logs" / "default" / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 30
+    return checkpoint["state_dict"]
+
+
+@pytest.fixture(scope="module")
+def weights_of_one_process(tmp_path_factory: pytest.TempPathFactory, cache: list[str]) -> dict[str, torch.Tensor]:
+    return weights_after_30_steps(tmp_path_factory.mktemp("one"), *cache)
+
+
+def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    assert first.keys() == second.keys()
+    return max((first[name] - second[name]).abs().max().item() for name in first)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_ddp_ends_with_the_weights_of_one_process(
+    devices: int, weights_of_one_process: dict[str, torch.Tensor], tmp_path: Path, cache: list[str]
+) -> None:
+    weights = weights_after_30_steps(tmp_path, "--strategy", "ddp", "--devices", devices, *cache)
+    assert largest_difference(weights, weights_of_one_process) < 1e-6
+
+
+def test_another_seed_is_another_run(weights_of_one_process: dict, tmp_path: Path, cache: list[str]) -> None:
+    weights = weights_after_30_steps(tmp_path, "--seed", "1", *cache)
+    assert largest_difference(weights, weights_of_one_process) > 0.01
+
+
+def test_a_trainer_of_the_users_own_gives_the_same(
+    weights_of_one_process: dict[str, torch.Tensor], tmp_path: Path, cache: list[str]
+) -> None:
+    ours = weights_after_30_steps(tmp_path, "--strategy", "ddp", "--devices", "2", *cache)
+    result = python(ROOT / "tests" / "programs" / "plain.py", 2, cache[1], tmp_path / "plain.pt", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    theirs = torch.load(tmp_path / "plain.pt", weights_only=True)
+    assert largest_difference(theirs["state_dict"], ours) == 0
+    assert theirs["figures"]["test/num_images"] == 2000
+
+
+def test_every_test_image_is_counted_once_on_any_number_of_processes(image_folder: ImageFolder, tmp_path: Path) -> None:
+    folders = [image_folder([20, 20], [count - count // 2, count // 2], seed=count) for count in (1, 2, 3, 5, 101)]
+    flags = [*CPU, *NARROW, "--data.source", "folder", "--data.root", folders[0], "--batch_size", "6", "--max_epochs", "2"]
+    train(tmp_path, *flags)
+    checkpoint = tmp_path / "logs" / "default" / "version_0" / "checkpoints" / "last.ckpt"
+    program = ROOT / "tests" / "programs" / "evaluate.py"
+    figures = []
+    for devices in (1, 2, 3):
+        result = python(program, devices, checkpoint, tmp_path / "cache", *folders, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        figures.append(json.loads(result.stdout.splitlines()[-1]))
+    for one, two, three, count in zip(*figures, (1, 2, 3, 5, 101), strict=True):
+        assert one["test/num_images"] == two["test/num_images"] == three["test/num_images"] == count
+        assert one["test/accuracy"] == two["test/accuracy"] == three["test/accuracy"]
+        assert one["test/loss"] == pytest.approx(two["test/loss"], rel=1e-6)
+        assert one["test/loss"] == pytest.approx(three["test/loss"], rel=1e-6)
+    assert len({figure["test/accuracy"] for figure in figures[0]}) > 1
+
+
+def test_no_validation_images_is_a_run_without_validation(tmp_path: Path, cache: list[str]) -> None:
+    flags = ["--data.source", "synthetic", "--data.val_fraction", "0", "--trainer.max_steps", "3"]
+    run = run_of(tmp_path, train(tmp_path, *CPU, *cache, *NARROW, *flags))
+    assert run.summary["num_val_images"] == 0
+    assert run.summary["val_accuracy"] is run.summary["best_checkpoint"] is None
+    assert run.summary["last_checkpoint"].endswith("last.ckpt")
+    assert run.summary["num_test_images_counted"] == 2000
+
+
+def test_bf16_and_accumulated_gradients_train(tmp_path: Path, cache: list[str]) -> None:
+    flags = ["--data.source", "synthetic", "--precision", "bf16-mixed", "--trainer.accumulate_grad_batches", "4"]
+    run = run_of(tmp_path, train(tmp_path, *TWO, *cache, *flags, *NARROW, "--max_epochs", "1"))
+    assert run.summary["optimizer_steps"] == 84 // 4
+    assert math.isfinite(run.summary["test_loss"])
+
+
+@pytest.mark.parametrize("omp", ["", "3"])
+def test_threads_times_processes_do_not_exceed_the_cores(omp: str, tmp_path: Path, cache: list[str]) -> None:
+    callback = ["--trainer.callbacks", "tests.programs.threads.PrintThreads"]
+    flags = ["--data.source", "synthetic", "--trainer.max_steps", "1", "--trainer.limit_val_batches", "1", *callback]
+    output = train(tmp_path, *TWO, *cache, *NARROW, *flags, OMP_NUM_THREADS=omp).stdout
+    threads = [int(number) for number in re.findall(r"rank \d has (\d+) threads", output)]
+    expected = 3 if omp else max(1, len(os.sched_getaffinity(0)) // 2)
+    assert threads == [expected, expected]
+
+
+# ---- the long ones
+
+
+@pytest.mark.slow
+def test_the_articles_network_trains_two_steps_at_full_width(tmp_path: Path, image_folder: ImageFolder) -> None:
+    """On one process and on two, within 20 GiB."""
+    root = image_folder([3, 3], [1, 1], [1, 1])
+    flags = ["--config", ROOT / "configs" / "documents.yaml", "--data.source", "folder", "--data.root", root]
+    flags += ["--batch_size", "2", "--trainer.max_steps", "2", "--data.eval_batch_size", "2"]
+    for devices in (1, 2):
+        program = f"""
+import subprocess, sys, threading, time
+from pathlib import Path
+process = subprocess.Popen({[sys.executable, str(ROOT / "scripts" / "train.py"), *map(str, flags), *CPU]!r}
+    + ["--strategy", "ddp", "--devices", "{devices}", "--name", "d{devices}"], start_new_session=True)
+peak = 0
+while process.poll() is None:
+    total = 0
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == process.pid:
+                rollup = (status.parent / "smaps_rollup").read_text()
+                total += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+        except OSError:
+            pass
+    peak = max(peak, total)
+    time.sleep(0.2)
+print("peak", peak)
+sys.exit(process.returncode)
+"""
+        result = python("-c", program, cwd=tmp_path, timeout=900, OMP_NUM_THREADS="")
+        assert result.returncode == 0, result.stderr[-3000:]
+        peak = int(result.stdout.splitlines()[-1].split()[1]) / 2**20
+        print(f"peak memory on {devices}: {peak:.1f} GiB")
+        assert peak < 20
+        run = run_of(tmp_path, result, f"d{devices}")
+        assert (run.summary["optimizer_steps"], run.summary["world_size"]) == (2, devices)
+        assert math.isfinite(run.summary["test_loss"])
+        weights = torch.load(next((run.folder / "weights").iterdir()), weights_only=True, mmap=True)
+        assert sum(weight.numel() for weight in weights.values()) > 604e6
+        for file in run.folder.glob("*/*"):
+            file.unlink()  # 7 GB
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL_CIFAR10.is_dir(), reason="needs CIFAR-10 as files under data/cifar10-png")
+def test_all_10000_test_images_are_counted_and_score_the_same_on_one_two_and_three_processes(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    flags = [
+        *NARROW,
+        "--data.source",
+        "folder",
+        "--data.root",
+        REAL_CIFAR10,
+        "--data.cache_dir",
+        cache,
+        "--batch_size",
+        "60",
+    ]
+    train(tmp_path, *CPU, *flags, "--trainer.max_steps", "200", "--lr", "0.05")
+    checkpoint = tmp_path / "logs" / "default" / "version_0" / "checkpoints" / "last.ckpt"
+    figures = []
+    for devices in (1, 2, 3):
+        program = ROOT / "tests" / "programs" / "evaluate.py"
+        result = python(program, devices, checkpoint, cache, REAL_CIFAR10, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        figures.append(json.loads(result.stdout.splitlines()[-1])[0])
+    assert {figure["test/num_images"] for figure in figures} == {10_000}
+    assert len({figure["test/accuracy"] for figure in figures}) == 1
+    assert figures[0]["test/accuracy"] > 0.2
