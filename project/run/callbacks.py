@@ -44,7 +44,7 @@ class RunRecord(Callback):
             now = time.perf_counter()
             speed = self._window_images / (now - self._window_start)
             for logger in trainer.loggers:
-                logger.log_metrics({"images_per_second": speed, "epoch": trainer.current_epoch}, step=trainer.global_step)
+                logger.log_metrics({"images_per_second": speed, "epoch": trainer.current_epoch}, trainer.global_step - 1)
             self._epoch_images += self._window_images
             self._window_images, self._window_start = 0, now
 
