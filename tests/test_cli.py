@@ -159,3 +159,11 @@ def test_help_shows_the_short_flags_first_and_is_quick(tmp_path: Path) -> None:
         assert f"  --{flag} " in flags
     assert len(flags.splitlines()) < 25
     assert min(seconds["help"]) < 1.5 * min(seconds["import"]), seconds
+
+
+def test_the_script_takes_the_project_beside_it_whatever_is_installed(tmp_path: Path) -> None:
+    other = tmp_path / "other" / "project"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise SystemExit('another clone')")
+    result = python(TRAIN, "--devices", "0", "--accelerator", "cpu", cwd=tmp_path, PYTHONPATH=str(other.parent))
+    assert result.stderr.startswith("error: --devices 0"), result.stderr

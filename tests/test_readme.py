@@ -1,0 +1,60 @@
+"""What the README says is run, read out of the README."""
+
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from project.run.cli import OWN_FLAGS, SHORT_FLAGS
+from tests.conftest import ROOT, python
+
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """What a clone holds of what the commands need."""
+    for folder in ("project", "scripts", "configs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def test_there_are_two_commands_that_install_and_train_and_install_and_test() -> None:
+    train, test = (block.strip() for block in blocks("bash")[:2])
+    assert train == "pip install -e . && python scripts/train.py --strategy ddp --devices 2"
+    assert test == 'pip install -e ".[test]" && pytest'
+
+
+def test_every_flag_it_names_is_a_flag() -> None:
+    table = README.partition("## The flags")[2].partition("## What is where")[0]
+    named = set(re.findall(r"--(\w+)", table))
+    assert named - {"trainer", "data", "help", "config"} <= {*SHORT_FLAGS, *OWN_FLAGS}
+    assert {*SHORT_FLAGS, *OWN_FLAGS} - named == {"num_nodes"}  # not tried, so not advertised
+
+
+@pytest.mark.slow
+def test_its_first_command_trains_within_three_minutes(clone: Path) -> None:
+    command = blocks("bash")[0].partition("&& python ")[2].split()
+    start = time.monotonic()
+    result = python(*command, cwd=clone, timeout=400, OMP_NUM_THREADS="")
+    seconds = time.monotonic() - start
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((clone / "logs" / "default" / "version_0" / "summary.json").read_text())
+    assert (summary["dataset"], summary["world_size"], summary["strategy"]) == ("synthetic", 2, "ddp")
+    assert summary["test_accuracy"] >= 0.90
+    assert seconds < 180
+
+
+@pytest.mark.slow
+def test_its_python_program_runs(clone: Path) -> None:
+    (clone / "own.py").write_text(f"{blocks('python')[0]}\nprint('trained')\n")
+    result = python("own.py", cwd=clone, timeout=400, OMP_NUM_THREADS="")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("trained") == 2  # once in each process
