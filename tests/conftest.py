@@ -20,7 +20,8 @@ def clean_environment(**extra: str) -> dict[str, str]:
     left_by_launchers = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_", "PL_", "TORCHELASTIC")
     env = {k: v for k, v in os.environ.items() if not k.startswith(left_by_launchers)}
     nowhere = "http://127.0.0.1:9"  # a port that refuses at once
-    env |= {"http_proxy": nowhere, "https_proxy": nowhere, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+    env |= {"http_proxy": nowhere, "https_proxy": nowhere, "no_proxy": "", "NO_PROXY": ""}
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
     return {k: v for k, v in (env | extra).items() if v}
 
 

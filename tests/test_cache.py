@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from project.data.cache import ImageCache
-from project.data.sources import FolderSource
+from project.data.folder import FolderSource
 from project.errors import UsageError
 from tests.conftest import ROOT, ImageFolder, clean_environment
 

@@ -28,7 +28,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def cli(*args: str) -> TrainCLI:
-    return TrainCLI(Classifier, ImageDataModule, list(args))
+    return TrainCLI(Classifier, ImageDataModule, ["--accelerator", "cpu", "--devices", "1", *args])
 
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens on a machine without a GPU")
@@ -67,6 +67,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens
         (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
         (["--max_epochs", "1", "surplus"], ["surplus"]),
         (["--trainer.fast_dev_run", "-3"], ["fast_dev_run"]),
+        (["--trainer.overfit_batches", "3"], ["overfit_batches 3", "--trainer.limit_train_batches"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -99,6 +100,10 @@ def test_a_misspelt_yaml_key_is_named_with_the_nearest(yaml: str, says: str) -> 
         (["--data.source", "cifar10"], "error: --data.source cifar10"),
         (["--data.source", "synthetic", "--lr", "-1"], "error: --optimizer or --lr_scheduler: Invalid learning rate"),
         (["--data.source", "synthetic", "--lr_scheduler.warmup", "2"], "--lr_scheduler.warmup 2.0"),
+        (["--data.source", "cifar10", "--strategy", "ddp", "--devices", "2"], "error: --data.source cifar10"),
+        (["--data.source", "synthetic", "--max_epochs", "-1"], "error: --lr_scheduler needs to know"),
+        (["--data.source", "synthetic", "--log_dir", "/dev/null/logs"], "error: --log_dir /dev/null/logs"),
+        (["--data.source", "synthetic", "--data.cache_dir", "/dev/null/x"], "error: --data.cache_dir /dev/null/x"),
         (
             ["--data.source", "synthetic", "--batch_size", "9000", "--accelerator", "cpu", "--devices", "2"],
             "error: --batch_size 9000 is more than the 5400 training images",

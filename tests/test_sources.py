@@ -7,6 +7,7 @@ import pickle
 import tarfile
 import threading
 from collections.abc import Iterator
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 
 from project.data.datamodule import ImageDataModule
-from project.data.sources import FolderSource, SyntheticSource, read_image
+from project.data.folder import FolderSource, read_image
+from project.data.synthetic import SyntheticSource
 from project.errors import UsageError
 from tests.conftest import ImageFolder
 
@@ -236,6 +238,19 @@ def test_cifar10_is_downloaded_once_checked_and_read(server: Server, tmp_path: P
     assert np.array_equal(again.test_batches.images.numpy(), expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_two_commands_at_the_same_moment_download_once(server: Server, tmp_path: Path) -> None:
+    both = [get_context("fork").Process(target=cifar10(tmp_path).prepare_data) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+    assert [process.exitcode for process in both] == [0, 0]
+    together, server.requests = server.requests, 0
+    cifar10(tmp_path / "alone").prepare_data()
+    assert together == server.requests > 0
+
+
 def test_an_interrupted_download_is_not_taken_for_a_whole_one(server: Server, tmp_path: Path) -> None:
     server.length = len(server.body) // 2
     with pytest.raises(UsageError, match=r"damaged: its MD5 is|cannot be reached"):
@@ -288,6 +303,27 @@ def test_a_changed_batch_file_is_refused_unread(server: Server, tmp_path: Path) 
             cifar10(tmp_path).prepare_data()
         file.write_bytes(content)
     assert not marker.exists()
+
+
+def test_auto_does_not_pass_over_a_damaged_copy(server: Server, tmp_path: Path) -> None:
+    cifar10(tmp_path).prepare_data()
+    (tmp_path / "data" / "cifar-10-batches-py" / "data_batch_2").unlink()
+    with pytest.raises(UsageError, match="data_batch_2 is missing"):
+        cifar10(tmp_path, "auto").prepare_data()
+
+
+def test_a_copy_in_a_folder_that_cannot_be_written_is_used(server: Server, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    cifar10(tmp_path).prepare_data()
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("read-only")
+
+    monkeypatch.setattr("project.data.sources.FileLock", refuse)  # root writes everywhere, so the lock stands for it
+    again = cifar10(tmp_path)
+    again.prepare_data()
+    again.setup()
+    with pytest.raises(UsageError, match=r"--data.root .* cannot be written"):
+        ImageDataModule("cifar10", str(tmp_path / "elsewhere"), cache_dir=str(tmp_path)).prepare_data()
 
 
 def test_offline_cifar10_says_what_to_do_and_auto_says_what_it_does(

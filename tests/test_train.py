@@ -294,7 +294,10 @@ def test_the_articles_config_keeps_plain_weights_of_every_epoch(tmp_path: Path, 
         ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "csv"],
         ["--trainer.enable_checkpointing", "false"],
         ["--trainer.limit_val_batches", "0"],
-        ["--trainer.val_check_interval", "0.5", "--checkpoint_every", "2"],
+        ["--trainer.val_check_interval", "0.5", "--checkpoint_every", "3"],
+        ["--trainer.limit_test_batches", "0"],
+        ["--trainer.max_steps", "4", "--trainer.limit_train_batches", "6"],
+        ["--trainer.log_every_n_steps", "0"],
         ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val/loss"],
         ["--data.num_workers", "1"],
     ],
@@ -302,10 +305,20 @@ def test_the_articles_config_keeps_plain_weights_of_every_epoch(tmp_path: Path, 
 )
 def test_lightnings_own_flags_work(flags: list[str], tmp_path: Path, cache: list[str]) -> None:
     short = ["--data.source", "synthetic", "--max_epochs", "1", "--trainer.limit_train_batches", "4"]
-    result = train(tmp_path, *CPU, *cache, *NARROW, *short, *flags)
-    assert "on 2,000 images, each counted once" in result.stdout or "fast_dev_run" in flags[0]
-    summary = next((tmp_path / "logs" / "default").iterdir()) / "summary.json"
-    assert json.loads(summary.read_text())["optimizer_steps"] == (1 if "fast_dev_run" in flags[0] else 4)
+    train(tmp_path, *CPU, *cache, *NARROW, *short, *flags)
+    folder = tmp_path / "logs" / "default" / "version_0"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["optimizer_steps"] == (1 if "fast_dev_run" in flags[0] else 4)
+    assert summary["num_test_images_counted"] == {"fast_dev_run": 500, "limit_test_batches": 0}.get(flags[0][10:], 2000)
+    assert summary["images_per_second"] > 0
+    if summary["last_checkpoint"]:
+        assert tmp_path / summary["last_checkpoint"] == folder / "checkpoints" / "last.ckpt"
+        assert torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 4
+    else:
+        assert flags[0] in ("--trainer.fast_dev_run", "--trainer.enable_checkpointing")
+    if not {"--trainer.logger", "--trainer.fast_dev_run"} & set(flags):
+        scalars = EventAccumulator(str(folder)).Reload()
+        assert scalars.Scalars("train/loss")[-1].step == scalars.Scalars("images_per_second")[-1].step == 3
 
 
 @pytest.mark.parametrize("omp", ["", "2"])
@@ -329,17 +342,17 @@ def test_the_articles_network_trains_two_steps_at_full_width(tmp_path: Path, ima
     flags += ["--batch_size", "2", "--trainer.max_steps", "2", "--data.eval_batch_size", "2"]
     for devices in (1, 2):
         program = f"""
-import subprocess, sys, threading, time
+import os, subprocess, sys, time
 from pathlib import Path
 process = subprocess.Popen({[sys.executable, str(ROOT / "scripts" / "train.py"), *map(str, flags), *CPU]!r}
-    + ["--strategy", "ddp", "--devices", "{devices}", "--name", "d{devices}"], start_new_session=True)
+    + ["--strategy", "ddp", "--devices", "{devices}", "--name", "d{devices}"])
 peak = 0
 while process.poll() is None:
     total = 0
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = status.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == process.pid:
+            if int(fields[2]) == os.getpgrp():
                 rollup = (status.parent / "smaps_rollup").read_text()
                 total += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
         except OSError:

@@ -70,12 +70,14 @@ class ImageCache:
         Raises:
             UsageError: The folder cannot be written, or an image cannot be read.
         """
+        if self._is_whole():
+            return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with FileLock(self.folder / f".{self.family}.lock"):
                 if not self._is_whole():
                     self._write()
-        except PermissionError as error:
+        except OSError as error:
             raise UsageError(f"--data.cache_dir {self.folder} cannot be written ({error}); name another folder") from error
 
     def open(self) -> tuple[Manifest, dict[str, Split]]:
@@ -132,7 +134,8 @@ class ImageCache:
         levels = np.arange(256) / 255
         share = histogram / histogram.sum(axis=1, keepdims=True)
         mean = share @ levels
-        std = np.sqrt(share @ levels**2 - mean**2)
+        std = np.sqrt(np.maximum(share @ levels**2 - mean**2, 0))
+        std[std == 0] = 1  # a channel of one value, as in some microscopes' images
         return Manifest(
             source=self.source.name,
             class_names=self.source.class_names(),

@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, Sampler
 from project.data.augment import Augmentation, generator
 from project.data.batches import BatchIndex, EvaluationSampler, GlobalBatchSampler, ImageBatches
 from project.data.cache import ImageCache, Manifest
-from project.data.sources import Cifar10Source, FolderSource, Source, SyntheticSource
+from project.data.folder import FolderSource
+from project.data.sources import Cifar10Source, Source
+from project.data.synthetic import SyntheticSource
 from project.errors import UsageError
 
 Batches = DataLoader[tuple[Tensor, Tensor]]
@@ -89,16 +91,16 @@ class ImageDataModule(LightningDataModule):
         self.cache_dir = Path(cache_dir)
         self.seed = seed
         # A folder is looked at now: a wrong path should be an error before any process starts.
-        self._names = FolderSource(self.root, image_size).class_names() if source == "folder" else None
+        self._folder = FolderSource(self.root, image_size) if source == "folder" else None
         self._manifest: Manifest | None = None
-        self._prepared = False
+        self._decided: str | None = None  # the source in use, once this process has prepared it
 
     # ---- what the network needs to know
 
     @property
     def num_classes(self) -> int:
         """The number of classes; known before the images are prepared."""
-        return len(self._names) if self._names else 10
+        return len(self._folder.class_names()) if self._folder else 10
 
     @property
     def manifest(self) -> Manifest:
@@ -120,20 +122,25 @@ class ImageDataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Fetch and decode the images, on one process of each machine."""
-        if self._prepared:  # fit and test both call this
-            return
-        source = self._make_source(self._prepare_source())
-        ImageCache(source, self.cache_dir).build()
-        self._prepared = True
+        if self._decided is None:  # fit and test both call this
+            decided = self._prepare_source()
+            ImageCache(self._make_source(decided), self.cache_dir).build()
+            self._decided = decided
 
     def setup(self, stage: str | None = None) -> None:
         """Map the decoded images into memory and split them."""
         if self._manifest is not None:
             return
-        name = self._prepared_source()
+        name = self._decided or self._found_source()
         if self.trainer is not None:
             name = self.trainer.strategy.broadcast(name)  # machines may differ in what they could fetch
-        self._manifest, splits = ImageCache(self._make_source(name), self.cache_dir).open()
+        if name == "cifar10" and not Cifar10Source(self.root).is_there():
+            raise UsageError(
+                f"--data.source {self.source}: CIFAR-10 is not under {self.root} on every machine; put it there"
+            )
+        cache = ImageCache(self._make_source(name), self.cache_dir)
+        cache.build()  # nothing to do, unless this machine had decided for another source
+        self._manifest, splits = cache.open()
         train, test = splits["train"], splits["test"]
         val = splits.get("val", train)
         if "val" in splits:
@@ -204,7 +211,7 @@ class ImageDataModule(LightningDataModule):
         try:
             Cifar10Source(self.root).prepare()
         except UsageError as error:
-            if self.source == "cifar10":
+            if self.source == "cifar10" or Cifar10Source(self.root).is_there():  # a damaged copy is not passed over
                 raise
             reason = str(error).partition(": ")[2] if str(error).startswith("--data.source") else str(error)
             warnings.warn(
@@ -212,9 +219,10 @@ class ImageDataModule(LightningDataModule):
                 f" instead. {reason}",
                 stacklevel=2,
             )
-        return self._prepared_source()
+            return "synthetic"
+        return "cifar10"
 
-    def _prepared_source(self) -> str:
+    def _found_source(self) -> str:
         if self.source != "auto":
             return self.source
         return "cifar10" if Cifar10Source(self.root).is_there() else "synthetic"
@@ -222,9 +230,7 @@ class ImageDataModule(LightningDataModule):
     def _make_source(self, name: str) -> Source:
         if name == "cifar10":
             return Cifar10Source(self.root)
-        if name == "folder":
-            return FolderSource(self.root, self.image_size)
-        return SyntheticSource(self.image_size)
+        return self._folder or SyntheticSource(self.image_size)
 
     def _place(self) -> tuple[int, int]:
         """Return this process's rank and the number of ranks."""

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from torch import Tensor, nn
 from torch.nn import functional
@@ -56,7 +56,7 @@ class Classifier(LightningModule):
         )
         self._window: Tensor | None = None  # [summed loss, correct, images] since the last written point, this rank
         self._epoch: Tensor | None = None  # the same over the epoch, all ranks
-        self._written_step = 0
+        self._learning_rate = 0.0
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images, float (B, 3, H, W), to logits (B, num_classes)."""
@@ -75,22 +75,30 @@ class Classifier(LightningModule):
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": scheduler.monitor}}
         spans_the_run = hasattr(scheduler, "total_steps")  # OneCycle, torch's OneCycleLR, or a schedule of your own
         if spans_the_run and scheduler.total_steps is None:
-            scheduler.total_steps = int(self.trainer.estimated_stepping_batches)
+            steps = self.trainer.estimated_stepping_batches
+            if steps == float("inf"):
+                raise UsageError("--lr_scheduler needs to know the run's length: give --max_epochs, or --lr_scheduler null")
+            scheduler.total_steps = int(steps)
         interval = "step" if spans_the_run else "epoch"
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval}}
 
     # ---- training
 
-    def on_train_epoch_start(self) -> None:
-        """Begin the epoch's sums."""
+    def on_train_start(self) -> None:
+        """Begin the sums; a run that continues inside an epoch has no start of the epoch."""
         self._window = torch.zeros(3, device=self.device)
         self._epoch = torch.zeros(3, device=self.device)
+
+    def on_train_epoch_start(self) -> None:
+        """Begin the epoch's sums."""
+        self.on_train_start()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the mean cross-entropy of this rank's share of the global batch."""
         images, labels = batch
         logits = self(images)
         loss = functional.cross_entropy(logits, labels)
+        self._learning_rate = self.trainer.optimizers[0].param_groups[0]["lr"]
         with torch.no_grad():
             assert self._window is not None
             correct = (logits.argmax(dim=1) == labels).sum()
@@ -106,19 +114,16 @@ class Classifier(LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Write a point every `log_every_n_steps` optimizer steps, and one at the end of every epoch."""
-        step = self.trainer.global_step
-        if self.trainer.is_last_batch or (step % self.trainer.log_every_n_steps == 0 and step != self._written_step):
-            self._written_step = step
+        if is_writing_step(self.trainer, batch_idx):
             assert self._window is not None
             assert self._epoch is not None
             total = self.trainer.strategy.reduce(self._window, reduce_op="sum")
             self._epoch += total
             self._window = torch.zeros_like(self._window)
             loss, correct, images = total.tolist()
-            learning_rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-            figures = {"train/loss": loss / images, "train/accuracy": correct / images, "learning_rate": learning_rate}
-            self._write(figures, step - 1)
-        if self.trainer.is_last_batch:  # for the callbacks, the means of the epoch
+            figures = {"train/loss": loss / images, "train/accuracy": correct / images}
+            self._write({**figures, "learning_rate": self._learning_rate}, self.trainer.global_step - 1)
+        if is_end_of_epoch(self.trainer):  # for the callbacks, the means of the epoch
             loss, correct, images = self._epoch.tolist()
             self.log_dict({"train/loss": loss / images, "train/accuracy": correct / images}, logger=False)
 
@@ -175,6 +180,18 @@ class Classifier(LightningModule):
             logger.log_metrics({**values, "epoch": self.current_epoch}, step=step)
 
 
+def is_end_of_epoch(trainer: Trainer) -> bool:
+    """Return, in `on_train_batch_end`, whether the epoch ends here, be it that the run stops inside it."""
+    return trainer.is_last_batch or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+
+
+def is_writing_step(trainer: Trainer, batch_idx: int) -> bool:
+    """Return, in `on_train_batch_end`, whether it is time for a point: as `log_every_n_steps` says, and each epoch's end."""
+    every = trainer.log_every_n_steps  # optimizer steps; 0 for never
+    stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+    return is_end_of_epoch(trainer) or (every > 0 and stepped and trainer.global_step % every == 0)
+
+
 def _accuracy(num_classes: int, average: Literal["micro"] | None) -> MulticlassAccuracy:
     return MulticlassAccuracy(num_classes, average=average, ignore_index=IGNORE_INDEX, validate_args=False)
 
@@ -182,7 +199,7 @@ def _accuracy(num_classes: int, average: Literal["micro"] | None) -> MulticlassA
 def _evaluation_metrics(num_classes: int) -> nn.ModuleDict:
     return nn.ModuleDict(
         {
-            "loss": MeanMetric(),
+            "loss": MeanMetric(nan_strategy=float("nan")),  # a loss that is not a number stays one
             "accuracy": _accuracy(num_classes, average="micro"),
             "num_images": SumMetric(),
         }

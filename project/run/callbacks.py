@@ -1,9 +1,12 @@
 """Callbacks of every run: how fast it goes, what each epoch came to, and one line about it."""
 
+import sys
 import time
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+
+from project.model.classifier import is_writing_step
 
 
 class RunRecord(Callback):
@@ -11,16 +14,16 @@ class RunRecord(Callback):
 
     Attributes:
         train_seconds: From the first step to the last, validation and checkpoints included.
-        epoch_seconds: Of that, the training of whole epochs alone.
+        epoch_seconds: Of that, the training alone, without validation.
         num_images: Training images in those epochs, over all devices.
-        validations: For each validated epoch, counted from 0: its loss and accuracy.
+        validations: Epoch, counted from 0, loss and accuracy of each validation.
     """
 
     def __init__(self) -> None:
         self.train_seconds = 0.0
         self.epoch_seconds = 0.0
         self.num_images = 0
-        self.validations: dict[int, tuple[float, float]] = {}
+        self.validations: list[tuple[int, float, float]] = []
         self._run_start = self._epoch_start = self._window_start = 0.0
         self._window_images = self._epoch_images = 0
         self._pause_start = 0.0
@@ -28,19 +31,18 @@ class RunRecord(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the run's clock."""
         self._run_start = time.perf_counter()
+        self._begin_epoch()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the epoch's clock."""
-        self._epoch_start = self._window_start = time.perf_counter()
-        self._window_images = self._epoch_images = 0
+        self._begin_epoch()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count images; write the speed as often as the classifier writes the loss."""
         self._window_images += len(batch[1]) * trainer.world_size
-        due = trainer.global_step % trainer.log_every_n_steps == 0 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if due or trainer.is_last_batch:
+        if is_writing_step(trainer, batch_idx):
             now = time.perf_counter()
             speed = self._window_images / (now - self._window_start)
             for logger in trainer.loggers:
@@ -59,7 +61,7 @@ class RunRecord(Callback):
         self._window_start += pause
         figures = trainer.callback_metrics
         if trainer.state.fn == "fit" and not trainer.sanity_checking and "val/accuracy" in figures:
-            self.validations[trainer.current_epoch] = (figures["val/loss"].item(), figures["val/accuracy"].item())
+            self.validations.append((trainer.current_epoch, figures["val/loss"].item(), figures["val/accuracy"].item()))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Add up the epoch and print its line."""
@@ -69,13 +71,20 @@ class RunRecord(Callback):
         if trainer.is_global_zero:
             epoch = trainer.current_epoch
             parts = [f"epoch {epoch + 1}/{trainer.max_epochs}"] if (trainer.max_epochs or -1) > 0 else [f"epoch {epoch + 1}"]
-            for stage in ("train", "val"):
-                loss, accuracy = (trainer.callback_metrics.get(f"{stage}/{what}") for what in ("loss", "accuracy"))
-                if loss is not None and accuracy is not None:
-                    parts.append(f"{stage} loss {loss:.3f} accuracy {accuracy:.4f}")
+            figures = trainer.callback_metrics
+            if "train/loss" in figures:
+                parts.append(f"train loss {figures['train/loss']:.3f} accuracy {figures['train/accuracy']:.4f}")
+            if self.validations and self.validations[-1][0] == epoch:
+                parts.append("val loss {1:.3f} accuracy {2:.4f}".format(*self.validations[-1]))
             parts.append(f"{self._epoch_images / seconds:,.0f} images/s")
-            print("  ".join(parts), flush=True)
+            bar = trainer.progress_bar_callback  # prints above itself, where there is one
+            (bar.print if bar else print)("  ".join(parts))
+            sys.stdout.flush()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the run's clock."""
         self.train_seconds = time.perf_counter() - self._run_start
+
+    def _begin_epoch(self) -> None:
+        self._epoch_start = self._window_start = time.perf_counter()
+        self._window_images = self._epoch_images = 0

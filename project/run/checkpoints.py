@@ -43,14 +43,32 @@ def best_and_last(every: int) -> tuple[ModelCheckpoint, ModelCheckpoint]:
         every: Optimizer steps from one `last.ckpt` to the next; 0 for one at the end of every epoch.
     """
     best = ModelCheckpoint(monitor="val/accuracy", mode="max", filename="best", enable_version_counter=False)
-    last = ModelCheckpoint(
-        filename="last",
-        every_n_train_steps=every or None,
-        every_n_epochs=None if every else 1,
-        save_on_train_epoch_end=True,
-        enable_version_counter=False,
-    )
-    return best, last
+    return best, LastCheckpoint(every)
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """Keep `last.ckpt`: every so many optimizer steps, or at the end of every epoch, and always at the end of the run.
+
+    Args:
+        every: Optimizer steps from one to the next; 0 for one at the end of every epoch.
+    """
+
+    def __init__(self, every: int) -> None:
+        super().__init__(
+            filename="last",
+            every_n_train_steps=every or None,
+            every_n_epochs=None if every else 1,
+            save_on_train_epoch_end=True,
+            enable_version_counter=False,
+        )
+        self.every = every
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the steps since the last time; without `every` the end of the epoch has."""
+        if self.every and trainer.global_step % self.every:
+            assert self.dirpath is not None
+            self.best_model_path = str(Path(self.dirpath) / "last.ckpt")
+            trainer.save_checkpoint(self.best_model_path)
 
 
 class SaveWeights(Callback):
@@ -61,7 +79,8 @@ class SaveWeights(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save on rank 0."""
+        kept_in = getattr(trainer.checkpoint_callback, "dirpath", None)
+        run = Path(kept_in).parent if kept_in else Path(trainer.log_dir or trainer.default_root_dir)  # log_dir: all ranks
         if trainer.is_global_zero:
-            assert trainer.log_dir is not None
-            path = Path(trainer.log_dir) / "weights" / f"epoch_{trainer.current_epoch}.pth"
+            path = run / "weights" / f"epoch_{trainer.current_epoch}.pth"
             write_durably(path, lambda file: torch.save(pl_module.network.state_dict(), file))

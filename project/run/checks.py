@@ -80,7 +80,10 @@ def count_devices(accelerator: str, devices: int | str | list[int]) -> int:
     if not numbers or len(set(numbers)) < len(numbers) or min(numbers) < 0:
         raise UsageError(f"--devices {value}: give a number such as 2, GPUs such as 0,2, or -1 for all {count}")
     if max(numbers) >= count:
-        raise UsageError(f"--devices {value}: this machine has {count} ({accelerator}); use at most --devices {count}")
+        raise UsageError(
+            f"--devices {value}: this machine has {count} ({accelerator}); "
+            f"use at most --devices {count}, or --accelerator cpu"
+        )
     return len(numbers)
 
 

@@ -167,6 +167,11 @@ class TrainCLI(LightningCLI):
             raise UsageError(f"--num_nodes {trainer.num_nodes} must be at least 1")
         if self.config.checkpoint_every < 0:
             raise UsageError(f"--checkpoint_every {self.config.checkpoint_every} must be at least 0")
+        if trainer.overfit_batches:
+            raise UsageError(
+                f"--trainer.overfit_batches {trainer.overfit_batches} would replace the sampler; use"
+                " --trainer.limit_train_batches, with --data.shift 0 --data.flip false"
+            )
         if isinstance(trainer.strategy, str):
             check_strategy(trainer.strategy)
         if isinstance(trainer.accelerator, str):
@@ -221,14 +226,15 @@ class TrainCLI(LightningCLI):
     def _write_hparams(self, summary: dict[str, Any]) -> None:
         config = self.config.clone()
         config.data.source = summary["dataset"]
-        metrics = {f"hparams/{name}": summary[name] for name in ("val_accuracy", "test_accuracy", "test_loss")}
+        settings = vars(config.as_flat())
+        metrics = {
+            f"hparams/{name}": summary[name]
+            for name in ("val_accuracy", "test_accuracy", "test_loss")
+            if summary[name] is not None
+        }
         for logger in self.trainer.loggers:
             if isinstance(logger, RunLogger):
-                logger.log_hyperparams(
-                    {key: config.as_flat().__dict__[key] for key in sorted(config.as_flat().__dict__)},
-                    metrics={name: value for name, value in metrics.items() if value is not None},
-                    step=self.trainer.global_step,
-                )
+                logger.log_hyperparams(settings, metrics, step=self.trainer.global_step)
                 logger.save()
 
 

@@ -33,7 +33,7 @@ class Notices:
         for category in (DeprecationWarning, FutureWarning):  # between libraries; the tests watch these, not the user
             warnings.simplefilter("ignore", category)
         warnings.showwarning = self._show  # the documented hook
-        # Device lists, ranks joining, advertisements: the summary and --explain say what matters.
+        # Device lists, ranks joining, advertisements: the summary says what matters.
         for name in ("lightning.pytorch", "lightning.fabric"):
             logging.getLogger(name).setLevel(logging.WARNING)
 

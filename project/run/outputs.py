@@ -1,15 +1,19 @@
 """What a run writes and where: the run directory, the TensorBoard logger in it, and `config.yaml`."""
 
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from project.errors import UsageError
+from project.run.exit import before_exit_2
 
 
 class RunDirectory:
@@ -21,7 +25,7 @@ class RunDirectory:
     """
 
     def __init__(self, log_dir: str, name: str) -> None:
-        self.log_dir = Path(log_dir)
+        self.log_dir = Path(os.path.expandvars(log_dir)).expanduser()  # as Lightning's logger does
         self.name = name
         self._path: Path | None = None
 
@@ -38,9 +42,18 @@ class RunDirectory:
         """Tell all ranks the directory that rank 0 made."""
         self._path = trainer.strategy.broadcast(self.path)
 
+    def remove(self) -> None:
+        """Remove the directory, if it was made."""
+        if self._path is not None:
+            shutil.rmtree(self._path, ignore_errors=True)
+            self._path = None
+
     def _make(self) -> Path:
         experiment = self.log_dir / self.name
-        experiment.mkdir(parents=True, exist_ok=True)
+        try:
+            experiment.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--log_dir {self.log_dir} cannot be written ({error}); name another folder") from error
         taken = [path.name.removeprefix("version_") for path in experiment.glob("version_*")]
         number = max((int(text) for text in taken if text.isdecimal()), default=-1) + 1
         while True:
@@ -84,19 +97,24 @@ class SaveConfig(SaveConfigCallback):
         self.run = run
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Run before anything is written."""
+        """Run before anything is written; Lightning sets checkpoint callbacks up after all others."""
         self.run.share(trainer)
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                callback.dirpath = str(self.run.path / "checkpoints")
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the whole configuration, "auto" resolved, so that `--config` with it repeats the run."""
         config = self.config.clone()
-        resolved = getattr(trainer.datamodule, "resolved_source", None)  # type: ignore[attr-defined]
-        if resolved:
-            config.data.source = resolved
+        if "source" in config.data:
+            config.data.source = trainer.datamodule.resolved_source  # type: ignore[attr-defined]
         self.parser.save(config, self.run.path / self.config_filename, skip_unset=False)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Take back the directory of a run that the user's mistake ended before its first step."""
+        """Take back the directory of a run that the user's mistake ended before its first step, and its processes."""
         if isinstance(exception, UsageError) and trainer.is_global_zero and trainer.global_step == 0:
-            shutil.rmtree(self.run.path, ignore_errors=True)
+            self.run.remove()
+            launcher = trainer.strategy.launcher
+            if launcher is not None:
+                before_exit_2(lambda: launcher.kill(signal.SIGKILL))

@@ -36,18 +36,17 @@ def summarise(
     """Return the figures of a finished run, in the order in which `summary.json` lists them.
 
     Accuracies are shares of 1; losses are mean cross-entropies; `images_per_second` counts training images over all
-    devices, validation and checkpoints left out; `best_epoch` counts from 0. What was not measured is None.
+    devices, the time of validations left out; `best_epoch` counts from 0. What was not measured is None.
     """
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     figures = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    best_epoch = max(record.validations, key=lambda epoch: record.validations[epoch][1], default=None)
-    val_loss, val_accuracy = (None, None) if best_epoch is None else record.validations[best_epoch]
+    best_epoch, val_loss, val_accuracy = max(record.validations, key=lambda v: v[2], default=(None, None, None))
     return {
         "dataset": data.resolved_source,
         "num_train_images": len(data.train_positions),
         "num_val_images": len(data.val_positions),
         "num_test_images": len(data.test_positions),
-        "num_test_images_counted": int(figures["test/num_images"]),
+        "num_test_images_counted": int(figures.get("test/num_images", 0)),
         "accelerator": "cpu" if trainer.strategy.root_device.type == "cpu" else "gpu",
         "strategy": _strategy_name(trainer.strategy),
         "world_size": trainer.world_size,
@@ -57,16 +56,20 @@ def summarise(
         "epochs": trainer.current_epoch,
         "train_seconds": round(record.train_seconds, 3),
         "images_per_second": round(record.num_images / record.epoch_seconds, 1) if record.epoch_seconds else None,
-        "val_loss": None if val_loss is None else round(val_loss, 6),
-        "val_accuracy": None if val_accuracy is None else round(val_accuracy, 6),
-        "test_loss": round(figures["test/loss"], 6),
-        "test_accuracy": round(figures["test/accuracy"], 6),
+        "val_loss": _rounded(val_loss),
+        "val_accuracy": _rounded(val_accuracy),
+        "test_loss": _rounded(figures.get("test/loss")),
+        "test_accuracy": _rounded(figures.get("test/accuracy")),
         "best_epoch": best_epoch,
         "best_checkpoint": best.best_model_path or None,
         "last_checkpoint": last.best_model_path or None,
         "versions": versions(),
         "warnings": warnings,
     }
+
+
+def _rounded(figure: float | None) -> float | None:
+    return None if figure is None else round(figure, 6)
 
 
 def _strategy_name(strategy: Strategy) -> str:
@@ -95,9 +98,12 @@ def closing_lines(summary: dict[str, Any], run: RunDirectory) -> list[str]:
         lines.append(
             f"validated accuracy {s['val_accuracy']:.4f}, loss {s['val_loss']:.4f}, best in epoch {s['best_epoch'] + 1}"
         )
+    if s["test_accuracy"] is not None:
+        lines.append(
+            f"tested    accuracy {s['test_accuracy']:.4f}, loss {s['test_loss']:.4f}, "
+            f"on {s['num_test_images_counted']:,} images, each counted once"
+        )
     lines += [
-        f"tested    accuracy {s['test_accuracy']:.4f}, loss {s['test_loss']:.4f}, "
-        f"on {s['num_test_images_counted']:,} images, each counted once",
         f"saved     {s['best_checkpoint'] or s['last_checkpoint'] or 'no checkpoint'}",
         f"run       {run.path}",
         f"next      tensorboard --logdir {run.log_dir}",
