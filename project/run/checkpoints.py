@@ -46,6 +46,15 @@ def best_and_last(every: int) -> tuple[ModelCheckpoint, ModelCheckpoint]:
     return best, LastCheckpoint(every)
 
 
+def kept(callback: ModelCheckpoint) -> str | None:
+    """Return the file that one of these callbacks keeps, if it is there.
+
+    Its own `best_model_path` will not do: testing a checkpoint brings back what that was when the checkpoint was saved.
+    """
+    path = Path(callback.dirpath or "", f"{callback.filename}.ckpt")
+    return str(path) if callback.dirpath and path.exists() else None
+
+
 class LastCheckpoint(ModelCheckpoint):
     """Keep `last.ckpt`: every so many optimizer steps, or at the end of every epoch, and always at the end of the run.
 

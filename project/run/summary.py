@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from project.run.callbacks import RunRecord
-from project.run.checkpoints import write_durably
+from project.run.checkpoints import kept, write_durably
 from project.run.outputs import RunDirectory
 
 
@@ -61,8 +61,8 @@ def summarise(
         "test_loss": _rounded(figures.get("test/loss")),
         "test_accuracy": _rounded(figures.get("test/accuracy")),
         "best_epoch": best_epoch,
-        "best_checkpoint": best.best_model_path or None,
-        "last_checkpoint": last.best_model_path or None,
+        "best_checkpoint": kept(best),
+        "last_checkpoint": kept(last),
         "versions": versions(),
         "warnings": warnings,
     }
