@@ -402,3 +402,19 @@ def test_all_10000_test_images_are_counted_and_score_the_same_on_one_two_and_thr
     assert {figure["test/num_images"] for figure in figures} == {10_000}
     assert len({figure["test/accuracy"] for figure in figures}) == 1
     assert figures[0]["test/accuracy"] > 0.2
+
+
+def has_bfloat16() -> bool:
+    cpu = Path("/proc/cpuinfo")
+    return cpu.exists() and "bf16" in cpu.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL_CIFAR10.is_dir(), reason="needs CIFAR-10 as files under data/cifar10-png")
+@pytest.mark.skipif(not has_bfloat16(), reason="the recipe's bfloat16 takes hours on a processor without it")
+def test_the_default_recipe_reaches_78_percent_on_cifar10(tmp_path: Path) -> None:
+    flags = ["--config", ROOT / "configs" / "cifar10.yaml", "--data.source", "folder", "--data.root", REAL_CIFAR10]
+    run = run_of(tmp_path, train(tmp_path, *TWO, *flags, timeout=1800, OMP_NUM_THREADS=""))
+    print(f"test accuracy {run.summary['test_accuracy']}, {run.summary['train_seconds']} s")
+    assert run.summary["test_accuracy"] >= 0.78
+    assert run.summary["num_test_images_counted"] == 10_000

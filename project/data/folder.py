@@ -25,6 +25,7 @@ class FolderSource(Source):
     """
 
     name = "folder"
+    root: Path
 
     def __init__(self, root: Path, image_size: int) -> None:
         self.root = root
@@ -113,16 +114,17 @@ def read_image(path: Path, size: int) -> np.ndarray:
         UsageError: Pillow cannot read the file.
     """
     try:
-        with Image.open(path) as image:
+        with Image.open(path) as file:
+            image: Image.Image = file
             if image.mode[0] in "IF":  # 16 or 32 bits a pixel; `convert` would clip them
-                image = Image.fromarray(_eight_bits(image))  # noqa: PLW2901
-            image = ImageOps.exif_transpose(image)  # noqa: PLW2901
+                image = Image.fromarray(_eight_bits(image))
+            image = ImageOps.exif_transpose(image)
             if image.mode in ("LA", "PA", "RGBA", "La", "RGBa") or "transparency" in image.info:
                 white = Image.new("RGBA", image.size, "white")
-                image = Image.alpha_composite(white, image.convert("RGBA"))  # noqa: PLW2901
-            image = image.convert("RGB")  # noqa: PLW2901
+                image = Image.alpha_composite(white, image.convert("RGBA"))
+            image = image.convert("RGB")
             if image.size != (size, size):
-                image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)  # noqa: PLW2901
+                image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
             return np.asarray(image).transpose(2, 0, 1)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UsageError(f"{path} cannot be read as an image ({error}); mend it or take it out of the folder") from error

@@ -70,6 +70,7 @@ class Cifar10Source(Source):
     """
 
     name = "cifar10"
+    root: Path
     image_size = 32
 
     def __init__(self, root: Path) -> None:

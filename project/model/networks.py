@@ -73,4 +73,5 @@ def _initialise(module: nn.Module) -> None:
     """Keep the variance of the activations through the ReLUs. Source: He et al., 2015, arXiv:1502.01852."""
     if isinstance(module, nn.Conv2d | nn.Linear):
         nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-        nn.init.zeros_(module.bias)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

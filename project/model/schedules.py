@@ -2,6 +2,7 @@
 
 import math
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -48,7 +49,7 @@ class OneCycle(LRScheduler):
             return _cosine(self.start, 1.0, done / self.warmup)
         return _cosine(1.0, self.end, (done - self.warmup) / (1.0 - self.warmup))
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | Tensor]:
         """Return the learning rate of each parameter group for the coming step."""
         factor = self.factor(self.last_epoch)
         return [peak * factor for peak in self.base_lrs]
