@@ -45,7 +45,9 @@ def test_a_second_build_reads_nothing(image_folder: ImageFolder, tmp_path: Path,
     build(root, tmp_path)
 
 
-@pytest.mark.parametrize("change", ["content", "same size and time", "removed", "added", "moved to another class"])
+@pytest.mark.parametrize(
+    "change", ["content", "same size and time", "removed", "added", "moved to another class", "a class renamed"]
+)
 def test_the_cache_is_remade_when_its_images_changed(change: str, image_folder: ImageFolder, tmp_path: Path) -> None:
     root = image_folder([4, 5], [2, 3])
     before, _ = build(root, tmp_path).open()
@@ -54,6 +56,9 @@ def test_the_cache_is_remade_when_its_images_changed(change: str, image_folder: 
         image.unlink()
     elif change == "added":
         (root / "train" / "class0" / "9999.png").write_bytes(image.read_bytes())
+    elif change == "a class renamed":
+        for split in ("train", "test"):
+            (root / split / "class1").rename(root / split / "other")
     elif change == "moved to another class":
         image.rename(root / "train" / "class1" / "9999.png")
     else:
@@ -64,7 +69,7 @@ def test_the_cache_is_remade_when_its_images_changed(change: str, image_folder: 
             image.write_bytes((root / "train" / "class1" / "0000.png").read_bytes())
             os.utime(image, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     after, _ = build(root, tmp_path).open()
-    assert before.digest != after.digest
+    assert (before.digest, before.class_names) != (after.digest, after.class_names)
     assert len(caches(tmp_path)) == 1  # the old one is gone
 
 

@@ -59,6 +59,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens
         (["--data.source", "cifar"], ["--data.source cifar", "did you mean cifar10"]),
         (["--data.source", "folder", "--data.root", "nowhere"], ["--data.root nowhere", "does not exist"]),
         (["--data.source", "folder"], ["--data.root data", "does not exist"]),
+        (["--lr", "abc"], ["--lr abc"]),
         (["--batch_size", "many"], ["batch_size", "many", "int"]),
         (["--precision", "7"], ["precision 7", "bf16-mixed"]),
         (["--seed", "-1"], ["--seed -1", "0 to"]),

@@ -86,3 +86,8 @@ def test_a_setting_that_cannot_work_is_named(setting: dict) -> None:
 def test_more_images_in_a_batch_than_there_are_is_an_error(image_folder: ImageFolder, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--batch_size 64 is more than the 10 training images"):
         prepared(image_folder([6, 6], [2, 2]), tmp_path, batch_size=64, val_fraction=0.2)
+
+
+def test_a_folder_of_images_is_not_taken_for_the_place_of_cifar10(image_folder: ImageFolder) -> None:
+    with pytest.raises(UsageError, match=r"add --data\.source folder"):
+        ImageDataModule("auto", str(image_folder([2, 2], [1, 1])))

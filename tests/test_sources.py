@@ -101,6 +101,7 @@ def test_a_folder_gives_its_images_and_labels(image_folder: ImageFolder) -> None
         (lambda root: [path.unlink() for path in root.glob("train/*/*")], "no images in"),
         (lambda root: (root / "train/class1").rename(root / "elsewhere"), "has 1 class folders"),
         (lambda root: (root / "test").rename(root / "tests"), "has no folder test/"),
+        (lambda root: (root / "train/empty").mkdir(), "no images in .*train/empty/"),
         (lambda root: (root / "test/other").mkdir(), "'other', which train/ has not"),
         (lambda root: (root / "train/class0/0000.png").write_bytes(b"not an image"), "0000.png cannot be read"),
         (

@@ -78,6 +78,8 @@ class ImageDataModule(LightningDataModule):
             raise UsageError(f"--data.shift {shift} must be below --data.image_size, which is {image_size}")
         if source in ("auto", "cifar10") and image_size != 32:
             raise UsageError(f"--data.image_size {image_size}: CIFAR-10 images are 32; give --data.source folder")
+        if source in ("auto", "cifar10") and (Path(root) / "train").is_dir():
+            raise UsageError(f"--data.root {root} holds train/, images of your own: add --data.source folder")
         self.source = source
         self.root = Path(root)
         self.batch_size = batch_size

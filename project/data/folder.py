@@ -49,8 +49,10 @@ class FolderSource(Source):
         return self._classes
 
     def fingerprint(self) -> str:
-        """Return a digest of the files' names, sizes and times."""
-        return stat_digest(self.root, (path for split in ("train", "val", "test") for path, _ in self._list(split)))
+        """Return a digest of the classes, and of the files' names, sizes and times."""
+        return "\n".join(self._classes) + stat_digest(
+            self.root, (path for split in ("train", "val", "test") for path, _ in self._list(split))
+        )
 
     def num_images(self) -> dict[str, int]:
         """Return the number of image files in each split."""
@@ -58,6 +60,10 @@ class FolderSource(Source):
         for split in ("train", "test"):
             if not sizes[split]:
                 raise UsageError(f"--data.root {self.root}: no images in {self.root / split}/<class>/")
+        with_images = {label for _, label in self._list("train")}
+        for label, name in enumerate(self._classes):
+            if label not in with_images:
+                raise UsageError(f"--data.root {self.root}: no images in {self.root / 'train' / name}/; remove the folder")
         return {split: size for split, size in sizes.items() if size}
 
     def read(self, split: str, images: np.ndarray, labels: np.ndarray, progress: Progress) -> None:

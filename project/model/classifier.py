@@ -1,5 +1,6 @@
 """The LightningModule: the training step, the exact evaluation, and what is logged, around any network."""
 
+import warnings
 from typing import Any, Literal
 
 import torch
@@ -49,6 +50,7 @@ class Classifier(LightningModule):
         self.make_optimizer = optimizer
         self.make_lr_scheduler = lr_scheduler
         self.max_grad_norm = max_grad_norm
+        self.num_classes = num_classes
         self.val_metrics = _evaluation_metrics(num_classes)
         self.test_metrics = _evaluation_metrics(num_classes)
         self.test_class_accuracy = MulticlassAccuracy(
@@ -60,7 +62,12 @@ class Classifier(LightningModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images, float (B, 3, H, W), to logits (B, num_classes)."""
-        return self.network(images.to(self.dtype, memory_format=torch.channels_last))
+        logits = self.network(images.to(self.dtype, memory_format=torch.channels_last))
+        if logits.shape != (len(images), self.num_classes):
+            name, shape = type(self.network).__name__, list(logits.shape)
+            wanted = [len(images), self.num_classes]
+            raise UsageError(f"--model.network {name} returns {shape} for {len(images)} images; it must return {wanted}")
+        return logits
 
     def configure_optimizers(self) -> Any:
         """Make the optimizer and its schedule, and tell a schedule that spans the run how long the run is."""
@@ -83,6 +90,15 @@ class Classifier(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval}}
 
     # ---- training
+
+    def on_fit_start(self) -> None:
+        """Say what would make several processes compute something else than one."""
+        if self.trainer.world_size > 1 and any(isinstance(m, nn.BatchNorm2d) for m in self.network.modules()):
+            warnings.warn(
+                "the network has BatchNorm, which takes its statistics from each process's images alone;"
+                " add --trainer.sync_batchnorm true to take them from the global batch",
+                stacklevel=2,
+            )
 
     def on_train_start(self) -> None:
         """Begin the sums; a run that continues inside an epoch has no start of the epoch."""

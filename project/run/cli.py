@@ -80,7 +80,9 @@ class FlagParser(LightningArgumentParser):
             hint = nearest(given, names)
             text = f"{text.partition(':')[0]} {given} is not one of {', '.join(names)}"
             text += f"; did you mean {hint}?" if hint else ""
-        if missing := re.search(r"Expected a dot import path string: (\S+)", text):
+        if wrong := re.search(r"Expected a dot import path string: (--\S+ .+)", text):
+            text = f"{wrong[1]} is not a value that it can have"
+        elif missing := re.search(r"Expected a dot import path string: (\S+)", text):
             text = f"{text.partition(':')[0]} {missing[1]} is not a class that can be imported; check its name"
         text = re.sub(r"Expected an? <class '(\w+)'>\. Got value: (.*)", r"expected \1, got \2", text)
         raise UsageError(text) from ex

@@ -101,7 +101,8 @@ def closing_lines(summary: dict[str, Any], run: RunDirectory) -> list[str]:
     if s["test_accuracy"] is not None:
         lines.append(
             f"tested    accuracy {s['test_accuracy']:.4f}, loss {s['test_loss']:.4f}, "
-            f"on {s['num_test_images_counted']:,} images, each counted once"
+            f"on {s['num_test_images_counted']:,} images, "
+            + ("each counted once" if s["num_test_images_counted"] == s["num_test_images"] else "as limited")
         )
     lines += [
         f"saved     {s['best_checkpoint'] or s['last_checkpoint'] or 'no checkpoint'}",
