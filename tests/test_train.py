@@ -286,6 +286,12 @@ def test_the_articles_config_keeps_plain_weights_of_every_epoch(tmp_path: Path, 
     assert all(torch.equal(last[f"network.{name}"], weight) for name, weight in network.state_dict().items())
 
 
+def test_batchnorm_on_several_processes_is_warned_of(tmp_path: Path, cache: list[str]) -> None:
+    short = ["--data.source", "synthetic", "--trainer.max_steps", "2"]
+    result = train(tmp_path, *TWO, *cache, *short, "--model.network", "tests.programs.batchnorm.WithBatchNorm")
+    assert result.stderr.count("warning: the network has BatchNorm") == 1
+
+
 @pytest.mark.parametrize(
     "flags",
     [

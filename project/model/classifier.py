@@ -91,23 +91,23 @@ class Classifier(LightningModule):
 
     # ---- training
 
-    def on_fit_start(self) -> None:
-        """Say what would make several processes compute something else than one."""
+    def on_train_start(self) -> None:
+        """Say what would make several processes compute something else than one, and begin the sums."""
+        self._begin_sums()  # here too: a run that continues inside an epoch has no start of the epoch
         if self.trainer.world_size > 1 and any(isinstance(m, nn.BatchNorm2d) for m in self.network.modules()):
             warnings.warn(
                 "the network has BatchNorm, which takes its statistics from each process's images alone;"
-                " add --trainer.sync_batchnorm true to take them from the global batch",
+                " on GPUs --trainer.sync_batchnorm true takes them from the global batch",
                 stacklevel=2,
             )
 
-    def on_train_start(self) -> None:
-        """Begin the sums; a run that continues inside an epoch has no start of the epoch."""
+    def _begin_sums(self) -> None:
         self._window = torch.zeros(3, device=self.device)
         self._epoch = torch.zeros(3, device=self.device)
 
     def on_train_epoch_start(self) -> None:
         """Begin the epoch's sums."""
-        self.on_train_start()
+        self._begin_sums()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the mean cross-entropy of this rank's share of the global batch."""
