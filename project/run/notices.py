@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 # Lightning's remarks that do not apply here, each with the reason.
 NOT_APPLICABLE = (
-    r".*does not have many workers.*",  # batches are prepared faster without worker processes; see data/datamodule.py
+    r".*does not have many workers.*",  # one process prepares batches far faster than it trains; see data/datamodule.py
     r".*recommended to use `Trainer\(devices=1.*",  # evaluation is exact on any number of devices; see data/batches.py
     r".*number of training batches .* is smaller than the logging interval.*",  # every epoch's end is logged
     r".*You are using `torch.load` with `weights_only=False`.*",  # never: checkpoints are loaded with weights_only=True
