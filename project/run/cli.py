@@ -15,7 +15,7 @@ from project.data.datamodule import uneven_batch
 from project.errors import UsageError
 from project.run.callbacks import RunRecord
 from project.run.checkpoints import DurableCheckpointIO, best_and_last
-from project.run.checks import check_accelerator, check_strategy, count_devices, nearest
+from project.run.checks import Hardware, check_hardware, nearest
 from project.run.notices import Notices
 from project.run.outputs import RunDirectory, RunLogger, SaveConfig
 from project.run.summary import closing_lines, summarise, write_summary
@@ -24,7 +24,10 @@ from project.run.summary import closing_lines, summarise, write_summary
 SHORT_FLAGS = {
     "accelerator": ("trainer.accelerator", "what computes: cpu, gpu, or auto for the GPU if there is one"),
     "devices": ("trainer.devices", "how many GPUs, or how many processes on the CPU; on GPUs also which, as 0,2"),
-    "strategy": ("trainer.strategy", "how several devices share the work: ddp, a process for each; auto chooses"),
+    "strategy": (
+        "trainer.strategy",
+        "how devices share the work: ddp, a process for each; dp, one process for all",
+    ),
     "num_nodes": ("trainer.num_nodes", "how many machines take part"),
     "precision": ("trainer.precision", "arithmetic: 32-true, or bf16-mixed where the processor has it, for speed"),
     "max_epochs": ("trainer.max_epochs", "how often every training image is seen"),
@@ -165,8 +168,6 @@ class TrainCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Check the hardware flags before anything is built."""
         trainer = self.config.trainer
-        if trainer.num_nodes < 1:
-            raise UsageError(f"--num_nodes {trainer.num_nodes} must be at least 1")
         if self.config.checkpoint_every < 0:
             raise UsageError(f"--checkpoint_every {self.config.checkpoint_every} must be at least 0")
         if trainer.overfit_batches:
@@ -174,13 +175,15 @@ class TrainCLI(LightningCLI):
                 f"--trainer.overfit_batches {trainer.overfit_batches} would replace the sampler; use"
                 " --trainer.limit_train_batches, with --data.shift 0 --data.flip false"
             )
-        if isinstance(trainer.strategy, str):
-            check_strategy(trainer.strategy)
-        if isinstance(trainer.accelerator, str):
-            world_size = count_devices(check_accelerator(trainer.accelerator), trainer.devices) * trainer.num_nodes
+        self.hardware: Hardware | None = None  # None for a strategy or accelerator of the user's own class
+        if isinstance(trainer.strategy, str) and isinstance(trainer.accelerator, str):
+            hardware = check_hardware(trainer.accelerator, trainer.devices, trainer.strategy, trainer.num_nodes)
+            if hardware.missing:
+                raise UsageError(hardware.missing)
             batch_size = self.config.data.get("batch_size", 0)
-            if batch_size > 0 and batch_size % world_size:
-                raise UsageError(uneven_batch(batch_size, world_size))
+            if batch_size > 0 and batch_size % hardware.world_size:
+                raise UsageError(uneven_batch(batch_size, hardware.world_size))
+            self.hardware = hardware
 
     def instantiate_classes(self) -> None:
         """Build everything; a value that a constructor refuses is the user's to mend."""

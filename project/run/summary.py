@@ -40,6 +40,7 @@ def summarise(
     """
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     figures = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    num_replicas = getattr(trainer.strategy, "num_replicas", trainer.world_size)  # dp splits within one process
     best_epoch, val_loss, val_accuracy = max(record.validations, key=lambda v: v[2], default=(None, None, None))
     return {
         "dataset": data.resolved_source,
@@ -51,7 +52,7 @@ def summarise(
         "strategy": _strategy_name(trainer.strategy),
         "world_size": trainer.world_size,
         "global_batch_size": data.batch_size,
-        "device_batch_size": data.batch_size // trainer.world_size,
+        "device_batch_size": -(-data.batch_size // num_replicas),
         "optimizer_steps": trainer.global_step,
         "epochs": trainer.current_epoch,
         "train_seconds": round(record.train_seconds, 3),
@@ -86,7 +87,7 @@ def write_summary(summary: dict[str, Any], folder: Path) -> None:
 def closing_lines(summary: dict[str, Any], run: RunDirectory) -> list[str]:
     """Return the summary in words, and what to type next."""
     s = summary
-    where = f"{s['world_size']} x {s['accelerator']} ({s['strategy']})"
+    where = f"{-(-s['global_batch_size'] // s['device_batch_size'])} x {s['accelerator']} ({s['strategy']})"
     lines = [f"warning: {text}" for text in s["warnings"]]
     lines += [
         f"data      {s['dataset']}: {s['num_train_images']:,} training, {s['num_val_images']:,} validation, "
