@@ -91,8 +91,10 @@ class GlobalBatchSampler(DistributedSampler[BatchIndex]):
 
     def __iter__(self) -> Iterator[BatchIndex]:  # type: ignore[override]
         """Yield this rank's share of each global batch of the epoch that `set_epoch` named."""
+        # step 7: Lightning calls set_epoch with its counter before every epoch; the order follows from it
         order = self.positions[torch.randperm(len(self.positions), generator=generator(self.seed, self.epoch, 0))]
         for global_batch in order.split(self.global_batch_size)[: len(self)]:
+            # step 8: the global batch stays what the flag says; each rank takes its part of it
             yield BatchIndex(self.epoch, global_batch[self.rank :: self.num_replicas])
 
 

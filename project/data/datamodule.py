@@ -181,6 +181,7 @@ class ImageDataModule(LightningDataModule):
         rank, world_size = self._place()
         if self.batch_size % world_size:
             raise UsageError(uneven_batch(self.batch_size, world_size))
+        # step 6: our own DistributedSampler, which Lightning leaves as it is
         sampler = GlobalBatchSampler(self.train_batches, self.train_positions, self.batch_size, world_size, rank, self.seed)
         return self._loader(self.train_batches, sampler)
 

@@ -1,4 +1,27 @@
-"""The LightningModule: the training step, the exact evaluation, and what is logged, around any network."""
+"""The LightningModule: the training step, the exact evaluation, and what is logged, around any network.
+
+The manual steps that flags replace, numbered as in scripts/manual:
+
+flag               step                  by hand                                    what does it now
+--strategy ddp      1 launch             torchrun --nproc_per_node=2 ...            DDPStrategy.launcher
+--devices 0,2       2 choose devices     CUDA_VISIBLE_DEVICES                       choose_devices
+--accelerator gpu   3 check accelerator  torch.cuda.is_available()                  check_accelerator
+--strategy ddp      4 process group      dist.init_process_group("nccl" ...)        DDPStrategy.setup_environment
+--strategy ddp      5 own device         torch.cuda.set_device(local_rank ...)      DDPStrategy.setup_environment
+--strategy ddp      6 split the data     GlobalBatchSampler(..., world_size, rank)  ImageDataModule.train_dataloader
+--strategy ddp      7 reshuffle          train_sampler.set_epoch(epoch)             GlobalBatchSampler
+--strategy ddp      8 batch size         flags.batch_size // world_size             GlobalBatchSampler
+--strategy dp       8 batch size         DataParallel splits it                     DataParallelStrategy
+--accelerator gpu   9 model to device    model.to(device)                           Strategy.model_to_device
+--strategy ddp     10 wrap               DistributedDataParallel(model, ...)        DDPStrategy.configure_ddp
+--strategy dp      10 wrap               DataParallel(model, device_ids=gpus)       DataParallelStrategy
+--accelerator gpu  11 batch to device    images.to(device), labels.to(device)       Strategy.batch_to_device
+every command      12 the step           loss.backward() ... optimizer.step()       Classifier.training_step
+every command      13 report             print(f"epoch ... ms/step", flush=True)    Classifier.on_train_batch_end
+every command      14 save               torch.save(model...state_dict(), path)     DurableCheckpointIO.save_checkpoint
+every command      15 load               torch.load(best, map_location=...)         Trainer.test
+--strategy ddp     16 clean up           dist.destroy_process_group()               TrainCLI.leave
+"""
 
 import warnings
 from typing import Any, Literal
@@ -112,6 +135,7 @@ class Classifier(LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the mean cross-entropy of this rank's share of the global batch."""
+        # step 12: forward and loss; Lightning adds zero_grad, backward, with ddp's averaging of gradients, and the step
         images, labels = batch
         logits = self(images)
         loss = functional.cross_entropy(logits, labels)
@@ -137,7 +161,8 @@ class Classifier(LightningModule):
             total = self.trainer.strategy.reduce(self._window, reduce_op="sum")
             self._epoch += total
             self._window = torch.zeros_like(self._window)
-            loss, correct, images = total.tolist()
+            loss, correct, images = total.tolist()  # waits for the GPU
+            # step 13: of all ranks, written by rank 0, where alone the loggers write
             figures = {"train/loss": loss / images, "train/accuracy": correct / images}
             self._write({**figures, "learning_rate": self._learning_rate}, self.trainer.global_step - 1)
         if is_end_of_epoch(self.trainer):  # for the callbacks, the means of the epoch

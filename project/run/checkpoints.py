@@ -19,6 +19,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Save to a path on disk."""
+        # step 14: Lightning calls this on rank 0 alone, with names that have no prefix
         write_durably(Path(path), lambda file: torch.save(checkpoint, file))
 
 

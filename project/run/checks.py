@@ -57,12 +57,12 @@ def check_hardware(accelerator: str, devices: int | str | list[int], strategy: s
     if num_nodes < 1:
         raise UsageError(f"--num_nodes {num_nodes} must be at least 1")
     _check_strategy(strategy)
-    kind, missing = _check_accelerator(accelerator)
+    kind, missing = check_accelerator(accelerator)
     if kind == "cpu":
         numbers = _count_processes(devices)
     else:
         count = 0 if missing else AcceleratorRegistry.get(kind).auto_device_count()
-        numbers = _choose_devices(devices, count)
+        numbers = choose_devices(devices, count)
         if not missing and max(numbers) >= count:
             missing = (
                 f"--devices {_text(devices)}: this machine has {count} ({kind}); "
@@ -83,7 +83,7 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)), None)
 
 
-def _check_accelerator(accelerator: str) -> tuple[str, str]:
+def check_accelerator(accelerator: str) -> tuple[str, str]:
     """Return the accelerator that a value of `--accelerator` means on this machine, and what the machine lacks."""
     known = {"auto", "gpu", *AcceleratorRegistry.available_accelerators()}
     if accelerator not in known:
@@ -132,7 +132,7 @@ def _count_processes(devices: int | str | list[int]) -> list[int]:
     return list(range(int(value)))
 
 
-def _choose_devices(devices: int | str | list[int], count: int) -> list[int]:
+def choose_devices(devices: int | str | list[int], count: int) -> list[int]:
     """Return the numbers of the GPUs; of one GPU where `count` is 0 and the flag leaves it to the machine."""
     value = _text(devices)
     if value in ("auto", "-1"):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from inspect import signature
 from typing import Any, NoReturn
 
+import torch
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -221,12 +222,19 @@ class TrainCLI(LightningCLI):
         return self.best.best_model_path or self.last.best_model_path or None
 
     def summarise(self) -> None:
-        """Write `summary.json`, the HPARAMS row, and the closing lines; rank 0 only."""
+        """Write `summary.json`, the HPARAMS row and the closing lines, on rank 0, and leave the process group."""
         if self.trainer.is_global_zero:
             summary = summarise(self.trainer, self.record, self.best, self.last, self.notices.messages)
             write_summary(summary, self.run_directory.path)
             self._write_hparams(summary)
             print("\n".join(closing_lines(summary, self.run_directory)), flush=True)
+        self.leave()
+
+    @staticmethod
+    def leave() -> None:
+        """Leave the process group, if there is one; Lightning would, but at the program's end and for nccl alone."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()  # step 16: clean up
 
     def _write_hparams(self, summary: dict[str, Any]) -> None:
         config = self.config.clone()

@@ -39,7 +39,8 @@ def evaluate(model, loader, data, device):
 
 def main():
     flags = make_parser(__doc__, weights="logs/manual/dp").parse_args()
-    gpus = list(range(torch.cuda.device_count()))  # step 3: check the accelerator; this program runs on the CPU too
+    # step 3: check the accelerator; this program runs on the CPU too
+    gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
     parts = [len(part) for part in torch.arange(flags.batch_size).chunk(len(gpus) or 1)]  # step 8: DataParallel splits it
     print(f"{len(gpus)} GPUs: " + (f"a batch splits into {parts}" if gpus else "nothing splits, all runs on the CPU"))

@@ -31,7 +31,8 @@ def main():
     torch.manual_seed(0)
     vectors = torch.randn(DATA_SIZE, INPUT_SIZE)  # on the CPU; each batch goes to the GPU
     loader = DataLoader(vectors, BATCH_SIZE, shuffle=True)
-    gpus = list(range(torch.cuda.device_count()))  # step 3: check the accelerator; this program runs on the CPU too
+    # step 3: check the accelerator; this program runs on the CPU too
+    gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
     print(f"{len(gpus)} GPUs: " + ("the batch splits" if len(gpus) > 1 else "nothing splits"))
 
