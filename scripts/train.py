@@ -25,6 +25,8 @@ def main() -> None:
     from project.run.cli import TrainCLI
 
     cli = TrainCLI(Classifier, ImageDataModule)
+    if cli.config.explain:
+        return cli.explain()
     # In here Lightning does, where the flags ask for it:
     # step 1: start a process for each device, all running this script
     # step 4: join them in a process group
@@ -34,7 +36,7 @@ def main() -> None:
     cli.trainer.fit(cli.model, cli.datamodule)
     # step 15: load the best checkpoint, onto whatever device this is; plain values alone
     cli.trainer.test(cli.model, cli.datamodule, ckpt_path=cli.best_checkpoint, weights_only=True, verbose=False)
-    cli.summarise()
+    return cli.summarise()
 
 
 if __name__ == "__main__":

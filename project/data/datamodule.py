@@ -120,6 +120,23 @@ class ImageDataModule(LightningDataModule):
         """The names of the classes, in the order of their labels."""
         return self.manifest.class_names
 
+    def plan(self) -> tuple[str, dict[str, int]]:
+        """Return what would be used, in words, and the number of images for "train", "val" and "test".
+
+        Fetches and decodes nothing. Where CIFAR-10 would have to be fetched, the counts are CIFAR-10's.
+        """
+        name, what = self.source, self.source
+        if self.source in ("auto", "cifar10"):
+            name, there = "cifar10", Cifar10Source(self.root).is_there()
+            what = f"cifar10, in {self.root}/" if there else f"cifar10, which would first be fetched into {self.root}/"
+            what += "" if there or self.source == "cifar10" else ", or else synthetic"
+        elif self.source == "folder":
+            what = f"folder, {self.root}/"
+        counts = self._make_source(name).class_counts()
+        num_val = sum(counts["val"]) if "val" in counts else sum(_split_off(n, self.val_fraction) for n in counts["train"])
+        num_train = sum(counts["train"]) - (0 if "val" in counts else num_val)
+        return what, {"train": num_train, "val": num_val, "test": sum(counts["test"])}
+
     # ---- once per machine, then once per process
 
     def prepare_data(self) -> None:
@@ -269,10 +286,15 @@ def split_by_class(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, 
     for label in labels.unique():
         members = (labels == label).nonzero().flatten()
         members = members[torch.randperm(len(members), generator=generator(seed, int(label), 2))]
-        count = min(round(fraction * len(members)), len(members) - 1)
+        count = _split_off(len(members), fraction)
         split_off.append(members[:count])
         kept.append(members[count:])
     return torch.cat(kept).sort().values, torch.cat(split_off).sort().values
+
+
+def _split_off(count: int, fraction: float) -> int:
+    """Return how many of a class's images are split off."""
+    return min(round(fraction * count), count - 1)
 
 
 def uneven_batch(batch_size: int, world_size: int) -> str:

@@ -54,17 +54,23 @@ class FolderSource(Source):
             self.root, (path for split in ("train", "val", "test") for path, _ in self._list(split))
         )
 
-    def num_images(self) -> dict[str, int]:
-        """Return the number of image files in each split."""
-        sizes = {split: len(self._list(split)) for split in ("train", "val", "test")}
+    def class_counts(self) -> dict[str, list[int]]:
+        """Return the number of image files of each class in each split.
+
+        Raises:
+            UsageError: There are none in `train` or `test`, or none of one class in `train`.
+        """
+        counts = {split: [0] * len(self._classes) for split in ("train", "val", "test")}
+        for split in counts:
+            for _, label in self._list(split):
+                counts[split][label] += 1
         for split in ("train", "test"):
-            if not sizes[split]:
+            if not any(counts[split]):
                 raise UsageError(f"--data.root {self.root}: no images in {self.root / split}/<class>/")
-        with_images = {label for _, label in self._list("train")}
-        for label, name in enumerate(self._classes):
-            if label not in with_images:
+        for count, name in zip(counts["train"], self._classes, strict=True):
+            if not count:
                 raise UsageError(f"--data.root {self.root}: no images in {self.root / 'train' / name}/; remove the folder")
-        return {split: size for split, size in sizes.items() if size}
+        return {split: by_class for split, by_class in counts.items() if any(by_class)}
 
     def read(self, split: str, images: np.ndarray, labels: np.ndarray, progress: Progress) -> None:
         """Decode a split's files on all cores."""

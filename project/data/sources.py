@@ -44,8 +44,12 @@ class Source(ABC):
         """Return a text that changes whenever the images may have, without reading them."""
 
     @abstractmethod
+    def class_counts(self) -> dict[str, list[int]]:
+        """Return the number of images of each class in each split: "train", "test", and "val" where the source has one."""
+
     def num_images(self) -> dict[str, int]:
-        """Return the number of images in each split: "train", "test", and "val" where the source has one."""
+        """Return the number of images in each split."""
+        return {split: sum(counts) for split, counts in self.class_counts().items()}
 
     @abstractmethod
     def read(self, split: str, images: np.ndarray, labels: np.ndarray, progress: Progress) -> None:
@@ -114,9 +118,11 @@ class Cifar10Source(Source):
         """Return a digest of the files' names, sizes and times."""
         return stat_digest(self.folder, (self.folder / name for name, _ in self._checksums()))
 
-    def num_images(self) -> dict[str, int]:
-        """Return the sizes of the two halves, by reading them."""
-        return {split: len(self._dataset(split)) for split in ("train", "test")}
+    def class_counts(self) -> dict[str, list[int]]:
+        """Count the labels of the two halves, by reading them; where they are not there yet, return what is known."""
+        if not self.is_there():
+            return {"train": [5000] * 10, "test": [1000] * 10}
+        return {split: np.bincount(self._dataset(split).targets).tolist() for split in ("train", "test")}
 
     def read(self, split: str, images: np.ndarray, labels: np.ndarray, progress: Progress) -> None:
         """Copy a half out of torchvision's data set."""

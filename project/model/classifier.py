@@ -4,8 +4,8 @@ The manual steps that flags replace, numbered as in scripts/manual:
 
 flag               step                  by hand                                    what does it now
 --strategy ddp      1 launch             torchrun --nproc_per_node=2 ...            DDPStrategy.launcher
---devices 0,2       2 choose devices     CUDA_VISIBLE_DEVICES                       choose_devices
---accelerator gpu   3 check accelerator  torch.cuda.is_available()                  check_accelerator
+--devices 0,2       2 choose devices     CUDA_VISIBLE_DEVICES                       checks.choose_devices
+--accelerator gpu   3 check accelerator  torch.cuda.is_available()                  checks.check_accelerator
 --strategy ddp      4 process group      dist.init_process_group("nccl" ...)        DDPStrategy.setup_environment
 --strategy ddp      5 own device         torch.cuda.set_device(local_rank ...)      DDPStrategy.setup_environment
 --strategy ddp      6 split the data     GlobalBatchSampler(..., world_size, rank)  ImageDataModule.train_dataloader
@@ -24,6 +24,7 @@ every command      15 load               torch.load(best, map_location=...)     
 """
 
 import warnings
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -95,11 +96,7 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Make the optimizer and its schedule, and tell a schedule that spans the run how long the run is."""
-        try:
-            optimizer = self.make_optimizer(self.network.parameters())
-            scheduler = self.make_lr_scheduler(optimizer) if self.make_lr_scheduler else None
-        except ValueError as error:  # torch's own words for a setting out of range
-            raise UsageError(f"--optimizer or --lr_scheduler: {error}") from error
+        optimizer, scheduler = self.make_optimizer_and_schedule(self.network.parameters())
         if scheduler is None:
             return optimizer
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -112,6 +109,18 @@ class Classifier(LightningModule):
             scheduler.total_steps = int(steps)
         interval = "step" if spans_the_run else "epoch"
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval}}
+
+    def make_optimizer_and_schedule(self, parameters: Iterable[nn.Parameter]) -> tuple[Optimizer, Any]:
+        """Return the optimizer of the parameters and its schedule, None for none.
+
+        Raises:
+            UsageError: A setting is out of range.
+        """
+        try:
+            optimizer = self.make_optimizer(parameters)
+            return optimizer, self.make_lr_scheduler(optimizer) if self.make_lr_scheduler else None
+        except ValueError as error:  # torch's own words
+            raise UsageError(f"--optimizer or --lr_scheduler: {error}") from error
 
     # ---- training
 

@@ -21,14 +21,21 @@ class Hardware:
         devices: The numbers of the GPUs of one machine, or of its processes on the CPU.
         strategy: As `--strategy` names it, "auto" decided: "ddp" for several devices, otherwise "single_device".
         num_nodes: Machines.
-        missing: What this machine lacks, as an error message; empty where it lacks nothing.
+        available: GPUs that this machine has.
+        missing: Why it cannot run here, as an error message; empty where this machine has the GPUs.
     """
 
     accelerator: str
     devices: list[int]
     strategy: str
     num_nodes: int
+    available: int
     missing: str
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is not the CPU."""
+        return self.accelerator != "cpu"
 
     @property
     def num_replicas(self) -> int:
@@ -59,7 +66,7 @@ def check_hardware(accelerator: str, devices: int | str | list[int], strategy: s
     _check_strategy(strategy)
     kind, missing = check_accelerator(accelerator)
     if kind == "cpu":
-        numbers = _count_processes(devices)
+        count, numbers = 0, _count_processes(devices)
     else:
         count = 0 if missing else AcceleratorRegistry.get(kind).auto_device_count()
         numbers = choose_devices(devices, count)
@@ -75,7 +82,7 @@ def check_hardware(accelerator: str, devices: int | str | list[int], strategy: s
             numbers = numbers[:1]  # DataParallel splits over NVIDIA's and AMD's GPUs alone; the strategy warns
     if strategy == "auto":
         strategy = "ddp" if len(numbers) * num_nodes > 1 else "single_device"
-    return Hardware(kind, numbers, strategy, num_nodes, missing)
+    return Hardware(kind, numbers, strategy, num_nodes, count, missing)
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:

@@ -4,13 +4,14 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from inspect import signature
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_only
 
 from project.data.datamodule import uneven_batch
 from project.errors import UsageError
@@ -19,6 +20,7 @@ from project.run.checkpoints import DurableCheckpointIO, best_and_last
 from project.run.checks import Hardware, check_hardware, nearest
 from project.run.notices import Notices
 from project.run.outputs import RunDirectory, RunLogger, SaveConfig
+from project.run.plan import ShowShapes, blank_batch, lacking, plan
 from project.run.summary import closing_lines, summarise, write_summary
 
 # Flag, the setting it stands for, and what it does in plain words. `--devices 2` and `--trainer.devices 2` are the same.
@@ -42,6 +44,7 @@ OWN_FLAGS: dict[str, tuple[type, Any, str]] = {
     "name": (str, "default", "what the run is called: it writes to <log_dir>/<name>/version_<n>"),
     "log_dir": (str, "logs", "the folder of all runs"),
     "checkpoint_every": (int, 0, "optimizer steps from one last.ckpt to the next; 0 saves at the end of every epoch"),
+    "explain": (bool, False, "say what the command would do, show one forward pass, and train nothing"),
 }
 
 
@@ -147,7 +150,8 @@ class TrainCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add our own flags, and hand on what the network must know of the data."""
         for flag, (kind, default, text) in OWN_FLAGS.items():
-            parser.add_argument(f"--{flag}", type=kind, default=default, help=text)
+            how = {"action": "store_true"} if kind is bool else {"type": kind}
+            parser.add_argument(f"--{flag}", default=default, help=text, **how)
         parser.set_defaults({"model.network": {"class_path": "project.model.networks.ConvNet"}})
         data, model = (signature(c).parameters for c in (self._datamodule_class, self._model_class))
         if "seed" in data:
@@ -179,12 +183,14 @@ class TrainCLI(LightningCLI):
         self.hardware: Hardware | None = None  # None for a strategy or accelerator of the user's own class
         if isinstance(trainer.strategy, str) and isinstance(trainer.accelerator, str):
             hardware = check_hardware(trainer.accelerator, trainer.devices, trainer.strategy, trainer.num_nodes)
-            if hardware.missing:
+            if hardware.missing and not self.config.explain:
                 raise UsageError(hardware.missing)
             batch_size = self.config.data.get("batch_size", 0)
             if batch_size > 0 and batch_size % hardware.world_size:
                 raise UsageError(uneven_batch(batch_size, hardware.world_size))
             self.hardware = hardware
+        elif self.config.explain:
+            raise UsageError("--explain: give --strategy and --accelerator by name")
 
     def instantiate_classes(self) -> None:
         """Build everything; a value that a constructor refuses is the user's to mend."""
@@ -199,6 +205,8 @@ class TrainCLI(LightningCLI):
         """Build the trainer, with the run directory, its logger, checkpoints and record."""
         self.run_directory = RunDirectory(self.config.log_dir, self.config.name)
         self.save_config_kwargs = {"run": self.run_directory}
+        if self.config.explain:
+            return self._instantiate_for_one_forward_pass()
         config = self.config_init.trainer
         if config.logger is None or config.logger is True:
             kwargs["logger"] = RunLogger(self.run_directory)
@@ -211,10 +219,41 @@ class TrainCLI(LightningCLI):
             kwargs["enable_progress_bar"] = sys.stdout.isatty()
         if config.default_root_dir is None:
             kwargs["default_root_dir"] = self.config.log_dir
+        return self._instantiate(**kwargs)
+
+    def _instantiate(self, **kwargs: Any) -> Trainer:
         try:
             return super().instantiate_trainer(**kwargs)
         except (ValueError, TypeError, MisconfigurationException) as error:
             raise UsageError(" ".join(str(error).split())) from error
+
+    def _instantiate_for_one_forward_pass(self) -> Trainer:
+        assert self.hardware is not None
+        if lacking(self.hardware):
+            return cast(Trainer, None)  # what is not here cannot be tried
+        self.save_config_callback = None
+        return self._instantiate(
+            logger=False,
+            callbacks=[ShowShapes()],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            fast_dev_run=False,
+            limit_predict_batches=1,
+        )
+
+    def explain(self) -> None:
+        """Print the plan, on rank 0, and the shapes of one forward pass, where this machine can make it."""
+        assert self.hardware is not None
+        if rank_zero_only.rank == 0:
+            run = RunDirectory(self.config.log_dir, self.config.name)
+            print("\n".join(plan(self.config, self.hardware, self.model, self.datamodule, run, sys.argv)), flush=True)
+        if lacking(self.hardware):
+            print("No forward pass: this machine cannot make it.")
+            return
+        batch_size = self.config.data.get("batch_size", 64) // self.hardware.world_size
+        images = blank_batch(batch_size, self.config.data.get("image_size", 32))
+        self.trainer.predict(self.model, images, return_predictions=False)
+        self.leave()
 
     @property
     def best_checkpoint(self) -> str | None:

@@ -38,6 +38,10 @@ class RunDirectory:
             self._path = self._make()
         return self._path
 
+    def planned(self) -> Path:
+        """Return what the directory would be called if it were made now."""
+        return self.log_dir / self.name / f"version_{self._next()}"
+
     def share(self, trainer: Trainer) -> None:
         """Tell all ranks the directory that rank 0 made."""
         self._path = trainer.strategy.broadcast(self.path)
@@ -54,8 +58,7 @@ class RunDirectory:
             experiment.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--log_dir {self.log_dir} cannot be written ({error}); name another folder") from error
-        taken = [path.name.removeprefix("version_") for path in experiment.glob("version_*")]
-        number = max((int(text) for text in taken if text.isdecimal()), default=-1) + 1
+        number = self._next()
         while True:
             path = experiment / f"version_{number}"
             try:
@@ -64,6 +67,10 @@ class RunDirectory:
                 number += 1
             else:
                 return path
+
+    def _next(self) -> int:
+        taken = [path.name.removeprefix("version_") for path in (self.log_dir / self.name).glob("version_*")]
+        return max((int(text) for text in taken if text.isdecimal()), default=-1) + 1
 
 
 class RunLogger(TensorBoardLogger):

@@ -48,7 +48,7 @@ class Replaced:
     def symbol(self) -> str:
         """The symbol without its module."""
         names = self.now.split(".")
-        first_class = next((i for i, name in enumerate(names) if name[0].isupper()), len(names) - 1)
+        first_class = next((i for i, name in enumerate(names) if name[0].isupper()), len(names) - 2)
         return ".".join(names[first_class:])
 
 

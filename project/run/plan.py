@@ -1,0 +1,236 @@
+"""`--explain`: what a command would do, in words, and the shapes in one real forward pass on every replica."""
+
+import math
+import os
+import shlex
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from jsonargparse import Namespace
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from project.run.checks import Hardware
+from project.run.outputs import RunDirectory
+from project.run.steps import as_text, program_for, replaced_by
+
+# What `--precision` keeps the weights in; all other kinds keep them in float32.
+WEIGHTS = {"64": torch.float64, "64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
+
+
+def plan(config: Namespace, hardware: Hardware, model: Any, data: Any, run: RunDirectory, command: list[str]) -> list[str]:
+    """Return the lines that describe a command.
+
+    Args:
+        config: All settings.
+        hardware: What the hardware flags come to.
+        model: The Classifier.
+        data: The data module; the images of one that has no `plan` are not described.
+        run: Where it would write.
+        command: The script and its flags.
+    """
+    facts = {**_hardware(hardware), **_training(config, hardware, model, data), "writes": f"{run.planned()}/"}
+    width = max(map(len, facts)) + 2
+    lacks = lacking(hardware)
+    program = program_for(hardware.on_gpu, hardware.strategy)
+    return [
+        "What this command would do. Nothing is trained, fetched or written.",
+        *([f"This machine cannot do it. It lacks {lacks}."] if lacks else []),
+        *([hardware.missing] if hardware.missing else []),
+        "",
+        *(f"{name:<{width}}{text}" for name, text in facts.items()),
+        "",
+        f"It replaces these steps of {program}:",
+        *as_text(replaced_by(hardware.on_gpu, hardware.strategy)),
+        "",
+        *_launch(hardware, [part for part in command if part != "--explain"]),
+        "",
+    ]
+
+
+def lacking(hardware: Hardware) -> str:
+    """Return what a command wants and this machine has not got; empty where it has all."""
+    parts = []
+    if hardware.missing:
+        parts.append(f"GPUs ({len(hardware.devices)} wanted, it has {hardware.available or 'none'})")
+    if hardware.num_nodes > 1:
+        parts.append(f"machines ({hardware.num_nodes} wanted, it is one)")
+    return " and ".join(parts)
+
+
+def _hardware(hardware: Hardware) -> dict[str, str]:
+    number, machines = len(hardware.devices), hardware.num_nodes
+    each = f" on each of {machines} machines" if machines > 1 else ""
+    processes = number if hardware.world_size > 1 else 1
+    if hardware.on_gpu:
+        devices = f"{_count(number, 'GPU')}{each}: {', '.join(map(str, hardware.devices))}"
+    else:
+        devices = f"{_count(processes, 'process')}{each}"
+    if hardware.strategy == "dp":
+        strategy = "dp, one process, " + (f"batches split over {number}" if hardware.on_gpu else "nothing is split: no GPU")
+    elif hardware.world_size > 1:
+        strategy = f"{hardware.strategy}, {hardware.world_size} processes"
+    else:
+        strategy = f"{hardware.strategy}, one process"
+    threads = torch.get_num_threads()
+    if hardware.world_size > 1 and "OMP_NUM_THREADS" not in os.environ:  # Lightning divides the cores then
+        threads = max(1, _num_cores() // processes)
+    backend = ("nccl" if hardware.on_gpu else "gloo") if hardware.world_size > 1 else "none: one process"
+    return {
+        "accelerator": hardware.accelerator,
+        "devices": devices,
+        "strategy": strategy,
+        "process group": backend,
+        "threads": f"{threads} in each process",
+    }
+
+
+def _training(config: Namespace, hardware: Hardware, model: Any, data: Any) -> dict[str, str]:
+    trainer, lines = config.trainer, {}
+    steps = None
+    if hasattr(data, "plan"):
+        what, counts = data.plan()
+        batches, epochs, steps = length(trainer, counts["train"] // data.batch_size)
+        dropped = counts["train"] - batches * data.batch_size
+        parts = [len(part) for part in torch.arange(data.batch_size).chunk(hardware.num_replicas)]
+        share = f"{parts[0]} on each device" if len(set(parts)) == 1 else f"{', '.join(map(str, parts))} on the devices"
+        lines["data"] = what
+        lines["images"] = f"{counts['train']:,} training, {counts['val']:,} validation, {counts['test']:,} test"
+        lines["batch"] = f"{data.batch_size} images a step over all devices, {share}"
+        lines["epoch"] = f"{batches:,} steps, " + (
+            f"{dropped} images dropped, others each time" if dropped else "no image dropped"
+        )
+        lines["run"] = f"{epochs} epochs, " + ("without end" if steps is None else f"{steps:,} optimizer steps")
+    else:
+        lines["data"] = type(data).__name__
+    dtype = WEIGHTS.get(str(trainer.precision), torch.float32)
+    parameters = [
+        nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), p.requires_grad) for p in model.network.parameters()
+    ]
+    optimizer, scheduler = model.make_optimizer_and_schedule(parameters)
+    rates = sorted({group["lr"] if scheduler is None else group["initial_lr"] for group in optimizer.param_groups})
+    lines["optimizer"] = f"{type(optimizer).__name__}, learning rate {', '.join(f'{rate:g}' for rate in rates)}"
+    if scheduler is None:
+        lines["schedule"] = "none: a constant rate"
+    elif hasattr(scheduler, "total_steps"):
+        lines["schedule"] = f"{type(scheduler).__name__} over {'the' if steps is None else f'{steps:,}'} optimizer steps"
+    else:
+        lines["schedule"] = f"{type(scheduler).__name__}, advanced once an epoch"
+    number = sum(p.numel() for p in parameters)
+    lines["network"] = f"{type(model.network).__name__}, {number:,} parameters in {str(dtype).removeprefix('torch.')}"
+    size = memory(parameters, optimizer)
+    lines["memory"] = _in_words(size, hardware)
+    return lines
+
+
+def length(trainer: Namespace, batches: int) -> tuple[int, int | str, int | None]:
+    """Return training steps an epoch, epochs, and optimizer steps in all, None for no end; as Lightning counts them."""
+    limit, epochs, most = trainer.limit_train_batches, trainer.max_epochs, trainer.max_steps
+    if trainer.fast_dev_run:
+        limit, epochs = int(trainer.fast_dev_run), 1
+    if limit is not None:
+        batches = int(batches * limit) if isinstance(limit, float) else min(batches, limit)
+    per_epoch = math.ceil(batches / trainer.accumulate_grad_batches)
+    if epochs is None or epochs < 0:
+        return batches, "endless" if most < 0 else "as many", None if most < 0 else most
+    steps = per_epoch * epochs
+    return batches, epochs, steps if most < 0 else min(most, steps)
+
+
+def memory(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return the bytes of weights, gradients and optimizer.
+
+    Args:
+        parameters: On the meta device; the optimizer takes a step there to show what it keeps.
+        optimizer: Theirs. One that cannot step there is left out.
+    """
+    size = {"weights": _bytes(parameters), "gradients": _bytes(p for p in parameters if p.requires_grad)}
+    for p in parameters:
+        p.grad = torch.empty_like(p) if p.requires_grad else None
+    try:
+        optimizer.step()
+    except (TypeError, NotImplementedError, RuntimeError):  # wants a closure, or real numbers
+        return size
+    kept = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    return {**size, "optimizer": _bytes(kept)}
+
+
+def _in_words(size: dict[str, int], hardware: Hardware) -> str:
+    where, others = "on each device", size["weights"] + size["gradients"]
+    if hardware.strategy.startswith("ddp"):
+        size["ddp's buckets"] = size["gradients"]
+    if hardware.strategy == "dp" and len(hardware.devices) > 1:
+        where = f"on the first GPU, {_size(others)} on each other"
+    sums = " + ".join(f"{_size(part)} {name}" for name, part in size.items())
+    without = "activations" if "optimizer" in size else "activations and optimizer"
+    return f"{sums} = {_size(sum(size.values()))} {where}, without {without}"
+
+
+def _launch(hardware: Hardware, command: list[str]) -> list[str]:
+    if hardware.world_size == 1:
+        return ["It needs no launcher: it is one process."]
+    number, machines = len(hardware.devices), hardware.num_nodes
+    if machines == 1:
+        return ["The same, launched by torchrun:", f"torchrun --nproc_per_node={number} {shlex.join(command)}"]
+    return [
+        f"The same, launched by torchrun, on each of the {machines} machines, <n> from 0:",
+        f"torchrun --nnodes={machines} --node_rank=<n> --master_addr=<machine 0> --master_port=<free port>"
+        f" --nproc_per_node={number} {shlex.join(command)}",
+    ]
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "es" if what.endswith("s") else "s")
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
+
+
+class ShowShapes(Callback):
+    """Print what every replica sees of one batch, and what it looks like from outside."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.rank = 0
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Listen to the network; DataParallel's copies call the same hook."""
+        self.rank = trainer.global_rank
+        pl_module.network.register_forward_hook(self.see)
+
+    def see(self, network: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Note the shapes of one replica's part."""
+        shapes = f"input {list(inputs[0].shape)} output {list(output.shape)}"
+        self.seen.append(f"rank {self.rank} on {output.device}: In model: {shapes}")
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Tensor, batch: Any, batch_idx: int
+    ) -> None:
+        """Bring together what all ranks have seen, and print it on rank 0."""
+        seen = [self.seen]
+        images, logits = batch[0], outputs
+        if trainer.world_size > 1:
+            seen = [[] for _ in range(trainer.world_size)]
+            torch.distributed.all_gather_object(seen, self.seen)
+            images, logits = (trainer.strategy.all_gather(tensor).flatten(0, 1) for tensor in (images, logits))
+        if trainer.is_global_zero:
+            print("One forward pass, of blank images:")
+            print("\n".join(line for rank in seen for line in sorted(rank)))
+            print(f"Outside: input {list(images.shape)} output {list(logits.shape)}", flush=True)
+
+
+def blank_batch(batch_size: int, image_size: int) -> DataLoader[tuple[Tensor, Tensor]]:
+    """Return a loader of one batch: images float32 (B, 3, S, S), labels int64 (B,)."""
+    batch = torch.zeros(batch_size, 3, image_size, image_size), torch.zeros(batch_size, dtype=torch.int64)
+    return DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
