@@ -85,6 +85,7 @@ def test_dp_shows_each_replicas_part(tmp_path: Path) -> None:
     assert output.splitlines()[-4:] == [*parts, "Outside: input [64, 3, 32, 32] output [64, 10]"]
 
 
+@pytest.mark.slow
 def test_the_torchrun_command_does_the_same(tmp_path: Path) -> None:
     few = ["--max_epochs", "1", "--trainer.limit_train_batches", "3", "--data.source", "synthetic", *NARROW]
     flags = ["--accelerator", "cpu", "--strategy", "ddp", "--devices", "2", *few]
@@ -108,7 +109,7 @@ def test_it_counts_the_images_that_would_be_used(
 ) -> None:
     if source in ("folder", "val"):
         root = image_folder([23, 20, 21], [3, 0, 2], [2, 3, 2] if source == "val" else None)
-        flags = [*flags, "--data.root", str(root), "--batch_size", "5"]
+        flags = [*flags, "--data.root", str(root), "--batch_size", "7"]
         source = "folder"
     all_flags = ["--data.source", source, "--accelerator", "cpu", *NARROW, *flags]
     output = explain(monkeypatch, capsys, *all_flags)

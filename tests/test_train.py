@@ -292,33 +292,44 @@ def test_batchnorm_on_several_processes_is_warned_of(tmp_path: Path, cache: list
     assert result.stderr.count("warning: the network has BatchNorm") == 1
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--trainer.fast_dev_run", "true"],
-        ["--trainer.logger", "false"],
-        ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "csv"],
-        ["--trainer.enable_checkpointing", "false"],
-        ["--trainer.limit_val_batches", "0"],
-        ["--trainer.val_check_interval", "0.5", "--checkpoint_every", "3"],
-        ["--trainer.limit_test_batches", "0"],
-        ["--trainer.max_steps", "4", "--trainer.limit_train_batches", "6"],
-        ["--trainer.log_every_n_steps", "0"],
-        ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val/loss"],
-        ["--data.num_workers", "1"],
-    ],
-    ids=" ".join,
-)
-def test_lightnings_own_flags_work(flags: list[str], tmp_path: Path, cache: list[str]) -> None:
+LIGHTNINGS_OWN = [
+    ["--trainer.fast_dev_run", "true"],
+    ["--trainer.logger", "false"],
+    ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "csv"],
+    ["--trainer.enable_checkpointing", "false"],
+    ["--trainer.limit_val_batches", "0"],
+    ["--trainer.val_check_interval", "0.5", "--checkpoint_every", "3"],
+    ["--trainer.limit_test_batches", "0"],
+    ["--trainer.max_steps", "4", "--trainer.limit_train_batches", "6"],
+    ["--trainer.log_every_n_steps", "0"],
+    ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val/loss"],
+    ["--data.num_workers", "1"],
+]
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory, cache: list[str]) -> Path:
+    """A folder with a run of each of the above, 0, 1, ...; in one process, to save eleven starts."""
+    place = tmp_path_factory.mktemp("several")
     short = ["--data.source", "synthetic", "--max_epochs", "1", "--trainer.limit_train_batches", "4"]
-    train(tmp_path, *CPU, *cache, *NARROW, *short, *flags)
-    folder = tmp_path / "logs" / "default" / "version_0"
+    commands = [
+        (str(place / str(number)), [*CPU, *cache, *NARROW, *short, *flags]) for number, flags in enumerate(LIGHTNINGS_OWN)
+    ]
+    result = python(ROOT / "tests" / "programs" / "several.py", json.dumps(commands), cwd=place)
+    assert result.returncode == 0, result.stderr
+    return place
+
+
+@pytest.mark.parametrize("flags", LIGHTNINGS_OWN, ids=" ".join)
+def test_lightnings_own_flags_work(flags: list[str], several: Path) -> None:
+    place = several / str(LIGHTNINGS_OWN.index(flags))
+    folder = place / "logs" / "default" / "version_0"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["optimizer_steps"] == (1 if "fast_dev_run" in flags[0] else 4)
     assert summary["num_test_images_counted"] == {"fast_dev_run": 500, "limit_test_batches": 0}.get(flags[0][10:], 2000)
     assert summary["images_per_second"] > 0
     if summary["last_checkpoint"]:
-        assert tmp_path / summary["last_checkpoint"] == folder / "checkpoints" / "last.ckpt"
+        assert place / summary["last_checkpoint"] == folder / "checkpoints" / "last.ckpt"
         assert torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 4
     else:
         assert flags[0] in ("--trainer.fast_dev_run", "--trainer.enable_checkpointing")

@@ -53,7 +53,7 @@ def main():
     # step 8: a part of the batch for each; a whole one would be another training run for each N (mistake 9)
     if flags.batch_size % world_size:
         stop(f"--batch_size {flags.batch_size} must be a multiple of {world_size}, the number of processes")
-    print(f"rank {rank} on {device}: {flags.batch_size // world_size} of {flags.batch_size} images a step", flush=True)
+    print(f"rank {rank} on {device}: {flags.batch_size // world_size} of {flags.batch_size} images a step\n", end="")
 
     data = ImageDataModule(flags.source, flags.root, flags.batch_size, shift=0, flip=False, normalize=False)
     data.prepare_data()  # one process of the machine does it, the others wait

@@ -30,7 +30,7 @@ class Model(nn.Module):
         """Map vectors (B, 5) to (B, 2)."""
         output = self.fc(vectors)
         rank, shapes = dist.get_rank(), f"input {list(vectors.shape)} output {list(output.shape)}"
-        print(f"rank {rank} In model: {shapes} on {vectors.device}", flush=True)
+        print(f"rank {rank} In model: {shapes} on {vectors.device}\n", end="")  # one write: lines of two ranks do not mix
         return output
 
 
@@ -60,7 +60,7 @@ def main():
     for batch in loader:
         batch = batch.to(device)  # step 11: the batch to the device
         output = model(batch)
-        print(f"rank {rank} Outside: input {list(batch.shape)} output {list(output.shape)}", flush=True)
+        print(f"rank {rank} Outside: input {list(batch.shape)} output {list(output.shape)}\n", end="")
     dist.destroy_process_group()  # step 16: clean up
 
 

@@ -7,16 +7,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer, seed_everything
 
 from project.data.datamodule import ImageDataModule
 from project.model.classifier import Classifier
 from project.model.networks import ConvNet
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.5)
 
 
 def one_leg(cache_dir: str, checkpoint: str, strategy: Any, devices: int, epochs: int) -> None:
@@ -25,6 +20,7 @@ def one_leg(cache_dir: str, checkpoint: str, strategy: Any, devices: int, epochs
         accelerator="cpu",
         strategy=strategy,
         devices=devices,
+        precision="64-true",
         max_epochs=epochs,
         limit_train_batches=5,
         limit_val_batches=1,
@@ -33,11 +29,11 @@ def one_leg(cache_dir: str, checkpoint: str, strategy: Any, devices: int, epochs
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Classifier(
-        ConvNet((4, 4, 8, 8, 8, 8), 16, activation="none"), sgd, None, None
-    )  # as IN_FLOAT32 in test_train.py
+    module = Classifier(ConvNet((4, 4, 8, 8, 8, 8), 16), lr_scheduler=None)
+    module.double()  # Lightning 2.6.6 does that after it has loaded a checkpoint, whose float64 it thus rounds to float32
+    data = ImageDataModule("synthetic", eval_batch_size=20, cache_dir=cache_dir)
     there = checkpoint if Path(checkpoint).exists() else None
-    trainer.fit(module, ImageDataModule("synthetic", cache_dir=cache_dir), ckpt_path=there, weights_only=True)
+    trainer.fit(module, data, ckpt_path=there, weights_only=True)
     trainer.save_checkpoint(checkpoint)
 
 
