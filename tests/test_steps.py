@@ -117,3 +117,10 @@ def test_the_shapes_programs_use_the_same_numbers(program: str) -> None:
 def test_every_mark_has_a_word_beside_it(path: Path) -> None:
     text = path.read_text()
     assert len(re.findall(r"# step \d+: \w+", text)) == len(MARK.findall(text))
+
+
+def test_a_text_without_both_marks_is_left_alone() -> None:
+    assert placed("a <b> old </b> c", ["new"], "<b>", "</b>") == "a <b>\nnew\n</b> c"
+    for text in ("a <b> old", "old </b> c"):
+        with pytest.raises(AssertionError, match="must both be there"):
+            placed(text, ["new"], "<b>", "</b>")

@@ -116,9 +116,10 @@ def as_markdown() -> list[str]:
 
 def placed(text: str, lines: list[str], start: str, end: str) -> str:
     """Return a text with the lines in place of what stands between two marks."""
-    before, mark, rest = text.partition(start)
-    assert mark, f"no {start!r}"
-    return before + mark + "\n".join(["", *lines, ""]) + end + rest.partition(end)[2]
+    before, first, rest = text.partition(start)
+    _, last, after = rest.partition(end)
+    assert last, f"{start!r} and {end!r} must both be there"
+    return before + first + "\n".join(["", *lines, ""]) + last + after
 
 
 def write(root: Path) -> None:
