@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import ExceptionWrapper
 
 from project.run import strategies
 
@@ -49,8 +50,8 @@ def parallel_apply(replicas: Sequence[Any], inputs: Any, kwargs: Any, devices: S
         torch.set_grad_enabled(grad)
         try:
             results[i] = replicas[i](*inputs[i], **kwargs[i])
-        except Exception as error:
-            results[i] = error
+        except Exception:
+            results[i] = ExceptionWrapper(where=f"in replica {i}")  # as torch's own does
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(replicas))]
     for thread in threads:
@@ -58,8 +59,8 @@ def parallel_apply(replicas: Sequence[Any], inputs: Any, kwargs: Any, devices: S
     for thread in threads:
         thread.join()
     for result in results:
-        if isinstance(result, Exception):
-            raise result
+        if isinstance(result, ExceptionWrapper):
+            result.reraise()
     return results
 
 

@@ -125,7 +125,8 @@ class ImageDataModule(LightningDataModule):
 
         Fetches and decodes nothing. Where CIFAR-10 would have to be fetched, the counts are CIFAR-10's.
         """
-        name, what = self.source, self.source
+        name: str = self.source
+        what = name
         if self.source in ("auto", "cifar10"):
             name, there = "cifar10", Cifar10Source(self.root).is_there()
             what = f"cifar10, in {self.root}/" if there else f"cifar10, which would first be fetched into {self.root}/"

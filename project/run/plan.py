@@ -215,7 +215,7 @@ class ShowShapes(Callback):
         self.seen.append(f"rank {self.rank} on {output.device}: In model: {shapes}")
 
     def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Tensor, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Bring together what all ranks have seen, and print it on rank 0."""
         seen = [self.seen]
