@@ -24,6 +24,7 @@ def main() -> None:
     from project.model.classifier import Classifier
     from project.run.cli import TrainCLI
 
+    # step 2: Lightning takes the GPUs that --devices chooses, counted within CUDA_VISIBLE_DEVICES
     cli = TrainCLI(Classifier, ImageDataModule)
     if cli.config.explain:
         return cli.explain()

@@ -3,7 +3,8 @@
 torch's own code does the rest: splitting nested inputs, replicating modules, joining nested outputs. As on GPUs, each
 replica runs in a thread of its own, which begins with autocast's defaults and without inference mode.
 
-Run as a program it runs scripts/train.py so: `python -m tests.simulated_devices --strategy dp --devices 3`.
+Run as a program it runs a script so: `python -m tests.simulated_devices scripts/train.py --strategy dp --devices 3`. A
+DataParallel that a script makes itself, with no GPUs, gets two devices.
 """
 
 import importlib
@@ -11,6 +12,7 @@ import runpy
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,10 +66,10 @@ def parallel_apply(replicas: Sequence[Any], inputs: Any, kwargs: Any, devices: S
     return results
 
 
-def initialise(self: Any, module: torch.nn.Module, devices: Sequence[torch.device]) -> None:
+def initialise(self: Any, module: torch.nn.Module, device_ids: Sequence[Any] = ()) -> None:
     torch.nn.Module.__init__(self)
     self.module = module
-    self.device_ids = list(range(len(devices)))  # cpu:0, cpu:1, ..., which are all the same memory
+    self.device_ids = list(range(len(device_ids) or 2))  # cpu:0, cpu:1, ..., which are all the same memory
     self.output_device, self.src_device_obj, self.dim = 0, torch.device("cpu"), 0
 
 
@@ -77,13 +79,12 @@ def simulate(setattr: Callable[[Any, str, Any], None] = setattr) -> None:
     setattr(scatter_gather, "Gather", Gather)
     setattr(replicate, "_broadcast_coalesced_reshape", broadcast)
     setattr(data_parallel, "parallel_apply", parallel_apply)
-    setattr(strategies._ParallelForward, "__init__", initialise)
+    setattr(torch.nn.DataParallel, "__init__", initialise)
     setattr(strategies.DataParallelStrategy, "splits", True)
 
 
 if __name__ == "__main__":
     simulate()
-    sys.argv[0] = "scripts/train.py"
-    from tests.conftest import ROOT
-
-    runpy.run_path(str(ROOT / "scripts" / "train.py"), run_name="__main__")
+    del sys.argv[0]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -40,6 +40,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens
         pytest.param(
             ["--accelerator", "gpu"], ["--accelerator gpu", "torch.cuda.is_available()", "--accelerator cpu"], marks=NO_GPU
         ),
+        (["--accelerator", "tpu"], ["--accelerator tpu", "this machine has none"]),
         (["--accelerator", "gpuu"], ["--accelerator gpuu", "did you mean gpu"]),
         (["--accelerator", "cpu", "--devices", "0"], ["--devices 0", "--devices 1"]),
         (["--accelerator", "cpu", "--devices=-1"], ["--devices -1", "--devices 1"]),

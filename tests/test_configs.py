@@ -45,6 +45,12 @@ def test_the_default_recipe_is_the_defaults_but_for_source_and_precision(monkeyp
     assert recipe == bare
 
 
+def test_the_manual_programs_setting_is_the_articles_at_the_default_width() -> None:
+    manual, documents = (yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text()) for name in ("manual", "documents"))
+    documents["model"]["network"]["init_args"] |= {"channels": [16, 16, 32, 32, 64, 64], "hidden": 128}
+    assert manual == documents
+
+
 def test_the_articles_setting_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     written = config("--config", str(ROOT / "configs" / "documents.yaml"), monkeypatch=monkeypatch)
     optimizer = written["model"]["optimizer"]

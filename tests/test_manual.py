@@ -1,8 +1,10 @@
 """scripts/manual: the hand-written programs run, print what they say, and compute what the template computes."""
 
+import importlib
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tests.conftest import NARROW, ROOT, python, train
 MANUAL = ROOT / "scripts" / "manual"
 SIZE = ["--channels", *"448888", "--hidden", "16"]
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--nproc_per_node=2"]
+NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -50,15 +53,22 @@ def same_weights(by_hand: Path, templates: Path) -> list[str]:
         pytest.param("dp", [], ["--accelerator", "cpu", "--strategy", "dp"], marks=pytest.mark.slow),
         ("ddp", TORCHRUN, ["--accelerator", "cpu", "--strategy", "ddp", "--devices", "2"]),
         pytest.param("gpu", [], ["--accelerator", "gpu", "--devices", "1"], marks=[pytest.mark.gpu, NEEDS_GPU]),
+        pytest.param("dp", [], ["--accelerator", "gpu", "--strategy", "dp"], marks=[pytest.mark.multi_gpu, NEEDS_TWO]),
+        pytest.param(
+            "ddp", TORCHRUN, ["--accelerator", "gpu", "--strategy", "ddp"], marks=[pytest.mark.multi_gpu, NEEDS_TWO]
+        ),
     ],
 )
 def test_the_template_ends_with_the_very_weights_of_the_hand_written_program(
     name: str, launcher: list[str], template: list[str], place: Path
 ) -> None:
-    env = {"CUDA_VISIBLE_DEVICES": "0"} if name == "gpu" else {}
+    on_gpu = "gpu" in template
+    env = {"CUDA_VISIBLE_DEVICES": "0" if name == "gpu" else "0,1"} if on_gpu else {}
+    if on_gpu:  # cuDNN may otherwise choose another algorithm each time
+        env["PYTHONPATH"] = str(ROOT / "tests" / "programs" / "deterministic")
     command = [*launcher, MANUAL / f"{name}.py", "--source", "synthetic", "--epochs", 2, *SIZE, "--report_every", 1]
     output = run(place, *command, **env).stdout
-    flags = ["--config", ROOT / "configs" / "documents.yaml", *NARROW, "--data.source", "synthetic", "--max_epochs", 2]
+    flags = ["--config", ROOT / "configs" / "manual.yaml", *NARROW, "--data.source", "synthetic", "--max_epochs", 2]
     train(place, *template, *flags, "--name", name, "--trainer.log_every_n_steps", 1, **env)
     folder = place / "logs" / name / "version_0"
 
@@ -68,7 +78,7 @@ def test_the_template_ends_with_the_very_weights_of_the_hand_written_program(
     assert printed_losses(output) == losses
     assert list(losses) == list(range(1, 2 * 84 + 1))
     assert len(set(losses.values())) > 100  # it trains
-    if name == "dp":
+    if name == "dp" and not on_gpu:
         assert output.startswith("0 GPUs: nothing splits, all runs on the CPU")
     figures = re.findall(r"(\w+) accuracy ([\d.]+) on (\d+) images", output)
     validations = [f"{event.value:.4f}" for event in events.Scalars("val/accuracy")]
@@ -87,24 +97,38 @@ def test_ddp_runs_under_the_old_launcher_too_and_says_each_process_share(place: 
 
 
 @pytest.mark.parametrize(
-    ("program", "says"),
+    ("program", "flags", "says"),
     [
-        ("gpu.py", "error: gpu.py needs a GPU"),
-        ("ddp.py", "error: ddp.py needs a launcher: torchrun"),
-        ("shapes_ddp.py", "error: shapes_ddp.py needs a launcher: torchrun"),
+        ("gpu.py", [], "error: gpu.py needs a GPU"),
+        ("ddp.py", [], "error: ddp.py needs a launcher: torchrun"),
+        ("shapes_ddp.py", [], "error: shapes_ddp.py needs a launcher: torchrun"),
+        ("cpu.py", ["--source", "folder", "--root", "nowhere"], "error: --root nowhere does not exist"),
     ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_program_that_cannot_start_says_so_in_one_line(program: str, says: str, place: Path) -> None:
-    result = python(MANUAL / program, cwd=place)
+def test_a_program_that_cannot_start_says_so_in_one_line(program: str, flags: list[str], says: str, place: Path) -> None:
+    result = python(MANUAL / program, *flags, cwd=place)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith(says)
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "flags", [["--epoch", "1"], ["--epochs", "0"], ["--report_every", "0"], ["--batch_size", "-1"]], ids=str
+)
+def test_a_wrong_flag_is_refused(flags: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(MANUAL)
+    parser = importlib.import_module("command_line").make_parser("", "weights")
+    with pytest.raises(SystemExit) as exit:
+        parser.parse_args(flags)
+    assert exit.value.code == 2
+    assert flags[0] in capsys.readouterr().err
+
+
 def test_ddp_refuses_a_batch_that_does_not_divide(place: Path) -> None:
     result = python(*TORCHRUN, MANUAL / "ddp.py", "--batch_size", 63, cwd=place)
     assert result.returncode != 0
-    assert "error: --batch_size 63 must be a multiple of 2" in result.stderr
+    assert result.stderr.count("error: --batch_size 63 must be a multiple of 2") == 1
 
 
 def test_shapes_dp_says_that_nothing_splits_without_gpus(place: Path) -> None:
@@ -114,12 +138,31 @@ def test_shapes_dp_says_that_nothing_splits_without_gpus(place: Path) -> None:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@NEEDS_TWO
 def test_shapes_dp_splits_30_into_15_and_15(place: Path) -> None:
     output = run(place, MANUAL / "shapes_dp.py", CUDA_VISIBLE_DEVICES="0,1").stdout
     for gpu in (0, 1):
         assert output.count(f"In model: input [15, 5] output [15, 2] on cuda:{gpu}") == 3
     assert output.count("Outside: input [30, 5] output [30, 2]") == 3
+
+
+def split(program: str) -> list[object]:
+    return ["-m", "tests.simulated_devices", MANUAL / program]
+
+
+def test_shapes_dp_splits_30_into_15_and_15_on_simulated_devices(place: Path) -> None:
+    output = run(place, *split("shapes_dp.py"), PYTHONPATH=str(ROOT)).stdout.splitlines()[1:]
+    half, whole = "In model: input [15, 5] output [15, 2] on cpu", "Outside: input [30, 5] output [30, 2]"
+    assert output == [half, half, whole] * 3
+
+
+def test_dp_split_in_two_ends_with_the_weights_of_cpu(place: Path) -> None:
+    flags = ["--source", "synthetic", "--epochs", 1, *SIZE]
+    run(place, *split("dp.py"), *flags, "--weights", "split", PYTHONPATH=str(ROOT))
+    run(place, MANUAL / "cpu.py", *flags, "--weights", "whole")
+    two, one = (torch.load(place / folder / "epoch_0.pth", weights_only=True) for folder in ("split", "whole"))
+    assert two.keys() == one.keys()
+    assert max((two[name] - one[name]).abs().max().item() for name in one) < 1e-6
 
 
 def test_shapes_ddp_splits_30_into_15_and_15(place: Path) -> None:
@@ -139,6 +182,6 @@ def test_a_hand_written_program_reads_top_to_bottom_without_lightning(path: Path
     assert not [line for line in lines if re.match(r"\s*(from|import) .*lightning", line)]
 
 
-def test_the_twelve_mistakes_of_the_articles_are_each_corrected_with_a_word_on_why() -> None:
+def test_the_twelve_mistakes_of_the_articles_are_each_named_where_they_are_corrected() -> None:
     text = "".join(path.read_text() for path in MANUAL.glob("*.py"))
     assert {int(number) for number in re.findall(r"\S.{20,}[ (]mistake (\d+)\)", text)} == set(range(1, 13))

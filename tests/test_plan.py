@@ -79,7 +79,18 @@ def test_the_plan_is_the_reviewed_one(
 
 
 def test_dp_shows_each_replicas_part(tmp_path: Path) -> None:
-    program = ["-m", "tests.simulated_devices", "--accelerator", "cpu", "--strategy", "dp", "--devices", 3, "--explain"]
+    program = [
+        "-m",
+        "tests.simulated_devices",
+        TRAIN,
+        "--accelerator",
+        "cpu",
+        "--strategy",
+        "dp",
+        "--devices",
+        3,
+        "--explain",
+    ]
     output = python(*program, cwd=tmp_path, PYTHONPATH=str(ROOT)).stdout
     parts = [f"rank 0 on cpu: In model: input [{n}, 3, 32, 32] output [{n}, 10]" for n in (20, 22, 22)]
     assert output.splitlines()[-4:] == [*parts, "Outside: input [64, 3, 32, 32] output [64, 10]"]
@@ -150,15 +161,18 @@ class Nothing(LightningModule):
         {"max_epochs": -1, "max_steps": 13},
         {"max_epochs": 5, "fast_dev_run": True},
         {"max_epochs": 5, "fast_dev_run": 3},
+        {"max_epochs": None, "limit_train_batches": 1},
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:`max_epochs` was not set")
 def test_it_counts_steps_as_lightning_does(settings: dict[str, Any]) -> None:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(accelerator="cpu", **settings, **quiet)
     trainer.fit(Nothing(), DataLoader(torch.zeros(10, 1), batch_size=1))
     unset = {"limit_train_batches": None, "max_steps": -1, "accumulate_grad_batches": 1, "fast_dev_run": False}
-    assert length(Namespace(**{**unset, **settings}), 10)[2] == trainer.global_step
+    _, epochs, steps = length(Namespace(**{**unset, **settings}), 10)
+    assert (epochs, steps) == (trainer.current_epoch, trainer.global_step)
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad"])
@@ -196,7 +210,23 @@ def test_an_optimizer_that_cannot_be_tried_is_left_out() -> None:
         (["--lr_scheduler", "null", "--lr", "0.5"], "optimizer", "SGD, learning rate 0.5"),
         (["--lr_scheduler", "null"], "schedule", "none: a constant rate"),
         (["--lr_scheduler", "StepLR", "--lr_scheduler.step_size", "3"], "schedule", "StepLR, advanced once an epoch"),
+        (
+            ["--lr_scheduler", "OneCycleLR", "--lr_scheduler.max_lr", "1", "--lr_scheduler.total_steps", "9"],
+            "schedule",
+            "over 9 ",
+        ),
+        (
+            ["--lr_scheduler", "lightning.pytorch.cli.ReduceLROnPlateau", "--lr_scheduler.monitor", "val/loss"],
+            "schedule",
+            "ReduceLROnPlateau, advanced once an epoch",
+        ),
         (["--batch_size", "50"], "epoch", "900 steps, no image dropped"),
+        (["--trainer.max_steps", "13"], "run", "1 epoch, 13 optimizer steps"),
+        (["--trainer.accumulate_grad_batches", "4"], "run", "1,760 optimizer steps, each of 4 batches, 256 images"),
+        (["--precision", "bf16-mixed"], "precision", "bf16-mixed"),
+        ([], "devices", "1 GPU: 0; all that the machine has"),
+        (["--strategy", "ddp", "--devices", "1"], "process group", "nccl"),
+        (["--strategy", "dp", "--devices", "3", "--batch_size", "2"], "batch", "1, 1, 0 on the devices"),
         (["--name", "mine", "--log_dir", "there"], "writes", "there/mine/version_0/"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
@@ -206,6 +236,25 @@ def test_settings_show(flags: list[str], name: str, says: str, monkeypatch: Any,
     assert says in fact(output, name)
 
 
+def test_more_processes_than_the_machine_can_bear_are_not_started(monkeypatch: Any, capsys: Any) -> None:
+    output = explain(
+        monkeypatch, capsys, "--accelerator", "cpu", "--strategy", "ddp", "--devices", "640", "--batch_size", "640"
+    )
+    assert "It lacks cores (640 processes wanted" in output
+    assert output.endswith("No forward pass, which this machine could not make.\n")
+
+
+@NO_GPU
+def test_a_variant_of_ddp_is_ddp(monkeypatch: Any, capsys: Any) -> None:
+    flags = ["--strategy", "ddp_find_unused_parameters_true", "--devices", "2", "--accelerator", "gpu"]
+    output = explain(monkeypatch, capsys, *flags)
+    assert "steps of scripts/manual/ddp.py" in output
+    assert "16 clean up" in output
+    assert "torchrun --nproc_per_node=2 scripts/train.py --strategy ddp_find_unused_parameters_true" in output
+    assert "not by a launcher" in explain(monkeypatch, capsys, "--strategy", "ddp_spawn", *flags[2:])
+
+
+@NO_GPU
 def test_it_names_the_directory_that_would_come_next(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     (tmp_path / "logs" / "default" / "version_7").mkdir(parents=True)
     output = explain(monkeypatch, capsys, "--accelerator", "gpu", "--devices", "64")
@@ -218,6 +267,11 @@ def test_it_names_the_directory_that_would_come_next(tmp_path: Path, monkeypatch
     [
         (["--batch_size", "63", "--devices", "2"], "--batch_size 63"),
         (["--lr", "-1"], "Invalid learning rate"),
+        (["--data.source", "synthetic", "--batch_size", "9000"], "--batch_size 9000 is more than the 5400 training images"),
+        (["--devices", "0,2"], "--accelerator gpu"),
+        (["--max_epochs", "-1"], "--lr_scheduler needs to know the run's length"),
+        (["--strategy", "dp", "--trainer.sync_batchnorm", "true"], "--trainer.sync_batchnorm true"),
+        (["--strategy", "fsdp"], "not --strategy fsdp"),
         (["--strategy", "dp", "--num_nodes", "2"], "--num_nodes 2: --strategy dp"),
         (["--data.source", "folder", "--data.root", "nowhere"], "--data.root nowhere"),
     ],

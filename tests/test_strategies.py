@@ -314,7 +314,17 @@ def test_dp_ends_with_the_weights_of_one_device(
 def test_the_command_splits_and_its_summary_says_how(tmp_path: Path, cache: Path) -> None:
     flags = ["--data.source", "synthetic", "--data.cache_dir", cache, "--max_epochs", 1, *NARROW]
     flags += ["--trainer.limit_train_batches", 3]
-    program = ["-m", "tests.simulated_devices", "--accelerator", "cpu", "--strategy", "dp", "--devices", 3]
+    program = [
+        "-m",
+        "tests.simulated_devices",
+        ROOT / "scripts" / "train.py",
+        "--accelerator",
+        "cpu",
+        "--strategy",
+        "dp",
+        "--devices",
+        3,
+    ]
     result = python(*program, *flags, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert result.returncode == 0, result.stderr
     assert "warning" not in result.stderr

@@ -128,14 +128,22 @@ class ImageDataModule(LightningDataModule):
         name: str = self.source
         what = name
         if self.source in ("auto", "cifar10"):
-            name, there = "cifar10", Cifar10Source(self.root).is_there()
-            what = f"cifar10, in {self.root}/" if there else f"cifar10, which would first be fetched into {self.root}/"
-            what += "" if there or self.source == "cifar10" else ", or else synthetic"
+            name, cifar10 = "cifar10", Cifar10Source(self.root)
+            if cifar10.is_there():
+                what = f"cifar10, in {self.root}/"
+            elif cifar10.archive.exists():
+                what = f"cifar10, which would first be extracted from {cifar10.archive}"
+            else:
+                what = f"cifar10, which would first be downloaded into {self.root}/"
+                if self.source == "auto":
+                    train, test = SyntheticSource.sizes.values()
+                    what += f"; offline, {train:,} + {test:,} synthetic images instead"
         elif self.source == "folder":
             what = f"folder, {self.root}/"
         counts = self._make_source(name).class_counts()
         num_val = sum(counts["val"]) if "val" in counts else sum(_split_off(n, self.val_fraction) for n in counts["train"])
         num_train = sum(counts["train"]) - (0 if "val" in counts else num_val)
+        self._check_batch_size(num_train)
         return what, {"train": num_train, "val": num_val, "test": sum(counts["test"])}
 
     # ---- once per machine, then once per process
@@ -175,11 +183,7 @@ class ImageDataModule(LightningDataModule):
         self.mean, self.std = (self.manifest.mean, self.manifest.std) if self.normalize else ([0.0] * 3, [1.0] * 3)
         self._offset = 255 * torch.tensor(self.mean)[:, None, None]
         self._scale = 255 * torch.tensor(self.std)[:, None, None]
-        if len(self.train_positions) < self.batch_size:
-            raise UsageError(
-                f"--batch_size {self.batch_size} is more than the {len(self.train_positions)} training images; "
-                f"use at most {len(self.train_positions)}"
-            )
+        self._check_batch_size(len(self.train_positions))
 
     def state_dict(self) -> dict[str, Any]:
         """Tell the checkpoint what the network was trained on and how its pixels were scaled."""
@@ -242,6 +246,12 @@ class ImageDataModule(LightningDataModule):
             )
             return "synthetic"
         return "cifar10"
+
+    def _check_batch_size(self, num_train: int) -> None:
+        if num_train < self.batch_size:
+            raise UsageError(
+                f"--batch_size {self.batch_size} is more than the {num_train} training images; use at most {num_train}"
+            )
 
     def _found_source(self) -> str:
         if self.source != "auto":

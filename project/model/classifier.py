@@ -4,14 +4,14 @@ The manual steps that flags replace, numbered as in scripts/manual:
 
 flag               step                  by hand                                    what does it now
 --strategy ddp      1 launch             torchrun --nproc_per_node=2 ...            DDPStrategy.launcher
---devices 0,2       2 choose devices     CUDA_VISIBLE_DEVICES                       checks.choose_devices
+--devices 0,2       2 choose devices     CUDA_VISIBLE_DEVICES                       CUDAAccelerator.parse_devices
 --accelerator gpu   3 check accelerator  torch.cuda.is_available()                  checks.check_accelerator
 --strategy ddp      4 process group      dist.init_process_group("nccl" ...)        DDPStrategy.setup_environment
---strategy ddp      5 own device         torch.cuda.set_device(local_rank ...)      DDPStrategy.setup_environment
+--strategy ddp      5 own device         torch.cuda.set_device(device)              DDPStrategy.setup_environment
 --strategy ddp      6 split the data     GlobalBatchSampler(..., world_size, rank)  ImageDataModule.train_dataloader
 --strategy ddp      7 reshuffle          train_sampler.set_epoch(epoch)             GlobalBatchSampler
 --strategy ddp      8 batch size         flags.batch_size // world_size             GlobalBatchSampler
---strategy dp       8 batch size         DataParallel splits it                     DataParallelStrategy
+--strategy dp       8 batch size         nothing: DataParallel splits it            DataParallelStrategy
 --accelerator gpu   9 model to device    model.to(device)                           Strategy.model_to_device
 --strategy ddp     10 wrap               DistributedDataParallel(model, ...)        DDPStrategy.configure_ddp
 --strategy dp      10 wrap               DataParallel(model, device_ids=gpus)       DataParallelStrategy
@@ -24,7 +24,7 @@ every command      15 load               torch.load(best, map_location=...)     
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -101,13 +101,8 @@ class Classifier(LightningModule):
             return optimizer
         if isinstance(scheduler, ReduceLROnPlateau):
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": scheduler.monitor}}
-        spans_the_run = hasattr(scheduler, "total_steps")  # OneCycle, torch's OneCycleLR, or a schedule of your own
-        if spans_the_run and scheduler.total_steps is None:
-            steps = self.trainer.estimated_stepping_batches
-            if steps == float("inf"):
-                raise UsageError("--lr_scheduler needs to know the run's length: give --max_epochs, or --lr_scheduler null")
-            scheduler.total_steps = int(steps)
-        interval = "step" if spans_the_run else "epoch"
+        span(scheduler, lambda: self.trainer.estimated_stepping_batches)
+        interval = "step" if hasattr(scheduler, "total_steps") else "epoch"
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval}}
 
     def make_optimizer_and_schedule(self, parameters: Iterable[nn.Parameter]) -> tuple[Optimizer, Any]:
@@ -229,6 +224,19 @@ class Classifier(LightningModule):
         """
         for logger in self.loggers:
             logger.log_metrics({**values, "epoch": self.current_epoch}, step=step)
+
+
+def span(scheduler: Any, steps: Callable[[], float]) -> None:
+    """Tell a schedule that spans the run, such as OneCycle, how many optimizer steps it has; inf for no end.
+
+    Raises:
+        UsageError: It has no end.
+    """
+    if hasattr(scheduler, "total_steps") and scheduler.total_steps is None:
+        length = steps()
+        if length == float("inf"):
+            raise UsageError("--lr_scheduler needs to know the run's length: give --max_epochs, or --lr_scheduler null")
+        scheduler.total_steps = int(length)
 
 
 def is_end_of_epoch(trainer: Trainer) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry, CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.strategies import StrategyRegistry
 
 from project.errors import UsageError
@@ -22,6 +22,7 @@ class Hardware:
         strategy: As `--strategy` names it, "auto" decided: "ddp" for several devices, otherwise "single_device".
         num_nodes: Machines.
         available: GPUs that this machine has.
+        chosen: Whether `--devices` says how many, or leaves it to the machine.
         missing: Why it cannot run here, as an error message; empty where this machine has the GPUs.
     """
 
@@ -30,12 +31,18 @@ class Hardware:
     strategy: str
     num_nodes: int
     available: int
+    chosen: bool
     missing: str
 
     @property
     def on_gpu(self) -> bool:
         """Whether it is not the CPU."""
         return self.accelerator != "cpu"
+
+    @property
+    def family(self) -> str:
+        """The strategy without its variants: "ddp" for ddp_spawn and so on."""
+        return "ddp" if self.strategy.startswith("ddp") else self.strategy
 
     @property
     def num_replicas(self) -> int:
@@ -68,7 +75,7 @@ def check_hardware(accelerator: str, devices: int | str | list[int], strategy: s
     if kind == "cpu":
         count, numbers = 0, _count_processes(devices)
     else:
-        count = 0 if missing else AcceleratorRegistry.get(kind).auto_device_count()
+        count = 0 if missing else _kind(kind).auto_device_count()
         numbers = choose_devices(devices, count)
         if not missing and max(numbers) >= count:
             missing = (
@@ -82,7 +89,7 @@ def check_hardware(accelerator: str, devices: int | str | list[int], strategy: s
             numbers = numbers[:1]  # DataParallel splits over NVIDIA's and AMD's GPUs alone; the strategy warns
     if strategy == "auto":
         strategy = "ddp" if len(numbers) * num_nodes > 1 else "single_device"
-    return Hardware(kind, numbers, strategy, num_nodes, count, missing)
+    return Hardware(kind, numbers, strategy, num_nodes, count, _text(devices) not in ("auto", "-1"), missing)
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
@@ -99,27 +106,27 @@ def check_accelerator(accelerator: str) -> tuple[str, str]:
             f"--accelerator {accelerator} is not known; "
             + (f"did you mean {hint}?" if hint else f"one of {', '.join(sorted(known))}")
         )
-    gpu = "cuda" if CUDAAccelerator.is_available() else "mps" if MPSAccelerator.is_available() else None
+    gpu = "cuda" if CUDAAccelerator.is_available() else "mps" if MPSAccelerator.is_available() else ""
     if accelerator == "auto":
         return gpu or "cpu", ""
     # step 3: torch.cuda.is_available(); without a GPU it stops here, before anything is made
     if accelerator == "gpu":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        visible = "not set" if visible is None else repr(visible)
-        return (
-            (gpu, "")
-            if gpu
-            else (
-                "gpu",
-                "--accelerator gpu: no GPU was found; looked for NVIDIA or AMD (torch.cuda.is_available() is False, PyTorch"
-                f" built for CUDA {torch.version.cuda}, CUDA_VISIBLE_DEVICES {visible})"
-                " and for Apple's (torch.backends.mps.is_available() is False); here use --accelerator cpu",
-            )
-        )
-    is_there = AcceleratorRegistry.get(accelerator).is_available()
+        return gpu or "gpu", "" if gpu else _no_gpu()
+    if _kind(accelerator).is_available():
+        return accelerator, ""
+    return accelerator, f"--accelerator {accelerator}: this machine has none; use --accelerator auto or cpu"
+
+
+def _kind(name: str) -> type[Accelerator]:
+    return AcceleratorRegistry[name]["accelerator"]  # the class: to make a TPU's object takes its library
+
+
+def _no_gpu() -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return (
-        accelerator,
-        "" if is_there else f"--accelerator {accelerator}: this machine has none; use --accelerator auto or cpu",
+        "--accelerator gpu: no GPU was found; looked for NVIDIA or AMD (torch.cuda.is_available() is False, PyTorch built"
+        f" for CUDA {torch.version.cuda}, CUDA_VISIBLE_DEVICES {'not set' if visible is None else repr(visible)}) and for"
+        " Apple's (torch.backends.mps.is_available() is False); here use --accelerator cpu"
     )
 
 
@@ -134,7 +141,7 @@ def _count_processes(devices: int | str | list[int]) -> list[int]:
     if not value.isdecimal() or int(value) < 1:
         raise UsageError(
             f"--devices {value}: on the CPU this is the number of processes, 1 or more; use --devices 1, or"
-            f" --devices 2 --strategy ddp"
+            f" --devices 2 --strategy ddp, or, to choose GPUs, --accelerator gpu"
         )
     return list(range(int(value)))
 
@@ -144,7 +151,6 @@ def choose_devices(devices: int | str | list[int], count: int) -> list[int]:
     value = _text(devices)
     if value in ("auto", "-1"):
         return list(range(count or 1))
-    # step 2: these GPUs, counted within CUDA_VISIBLE_DEVICES where it is set
     try:
         numbers = [int(number) for number in value.split(",") if number.strip()]
     except ValueError:

@@ -21,7 +21,7 @@ from project.run.checks import Hardware, check_hardware, nearest
 from project.run.notices import Notices
 from project.run.outputs import RunDirectory, RunLogger, SaveConfig
 from project.run.plan import ShowShapes, blank_batch, lacking, plan
-from project.run.summary import closing_lines, summarise, write_summary
+from project.run.summary import closing_lines, num_replicas, summarise, write_summary
 
 # Flag, the setting it stands for, and what it does in plain words. `--devices 2` and `--trainer.devices 2` are the same.
 SHORT_FLAGS = {
@@ -185,6 +185,10 @@ class TrainCLI(LightningCLI):
             hardware = check_hardware(trainer.accelerator, trainer.devices, trainer.strategy, trainer.num_nodes)
             if hardware.missing and not self.config.explain:
                 raise UsageError(hardware.missing)
+            if hardware.strategy == "dp" and trainer.sync_batchnorm:
+                raise UsageError("--trainer.sync_batchnorm true: DataParallel cannot do it; use --strategy ddp")
+            if self.config.explain and hardware.family not in ("dp", "ddp", "single_device"):
+                raise UsageError(f"--explain knows dp, ddp and a single device, not --strategy {hardware.strategy}")
             batch_size = self.config.data.get("batch_size", 0)
             if batch_size > 0 and batch_size % hardware.world_size:
                 raise UsageError(uneven_batch(batch_size, hardware.world_size))
@@ -244,12 +248,16 @@ class TrainCLI(LightningCLI):
     def explain(self) -> None:
         """Print the plan, on rank 0, and the shapes of one forward pass, where this machine can make it."""
         assert self.hardware is not None
-        if rank_zero_only.rank == 0:
+        first = rank_zero_only.rank == 0
+        if first:
             run = RunDirectory(self.config.log_dir, self.config.name)
             print("\n".join(plan(self.config, self.hardware, self.model, self.datamodule, run, sys.argv)), flush=True)
         if lacking(self.hardware):
-            print("No forward pass: this machine cannot make it.")
+            if first:
+                print("No forward pass, which this machine could not make.")
             return
+        if first:
+            print("One forward pass, of blank images:", flush=True)
         batch_size = self.config.data.get("batch_size", 64) // self.hardware.world_size
         images = blank_batch(batch_size, self.config.data.get("image_size", 32))
         self.trainer.predict(self.model, images, return_predictions=False)
@@ -266,7 +274,7 @@ class TrainCLI(LightningCLI):
             summary = summarise(self.trainer, self.record, self.best, self.last, self.notices.messages)
             write_summary(summary, self.run_directory.path)
             self._write_hparams(summary)
-            print("\n".join(closing_lines(summary, self.run_directory)), flush=True)
+            print("\n".join(closing_lines(summary, num_replicas(self.trainer), self.run_directory)), flush=True)
         self.leave()
 
     @staticmethod

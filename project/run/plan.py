@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from project.model.classifier import span
 from project.run.checks import Hardware
 from project.run.outputs import RunDirectory
 from project.run.steps import as_text, program_for, replaced_by
@@ -34,16 +35,16 @@ def plan(config: Namespace, hardware: Hardware, model: Any, data: Any, run: RunD
     facts = {**_hardware(hardware), **_training(config, hardware, model, data), "writes": f"{run.planned()}/"}
     width = max(map(len, facts)) + 2
     lacks = lacking(hardware)
-    program = program_for(hardware.on_gpu, hardware.strategy)
+    program = program_for(hardware.on_gpu, hardware.family)
     return [
         "What this command would do. Nothing is trained, fetched or written.",
-        *([f"This machine cannot do it. It lacks {lacks}."] if lacks else []),
+        *([f"This machine is not the one for it. It lacks {lacks}."] if lacks else []),
         *([hardware.missing] if hardware.missing else []),
         "",
         *(f"{name:<{width}}{text}" for name, text in facts.items()),
         "",
         f"It replaces these steps of {program}:",
-        *as_text(replaced_by(hardware.on_gpu, hardware.strategy)),
+        *as_text(replaced_by(hardware.on_gpu, hardware.family)),
         "",
         *_launch(hardware, [part for part in command if part != "--explain"]),
         "",
@@ -54,8 +55,13 @@ def lacking(hardware: Hardware) -> str:
     """Return what a command wants and this machine has not got; empty where it has all."""
     parts = []
     if hardware.missing:
-        parts.append(f"GPUs ({len(hardware.devices)} wanted, it has {hardware.available or 'none'})")
-    if hardware.num_nodes > 1:
+        wanted, has = hardware.devices, hardware.available or "none"
+        parts.append(
+            f"GPUs ({len(wanted) if len(wanted) > hardware.available else f'number {max(wanted)}'} wanted, it has {has})"
+        )
+    if not hardware.on_gpu and len(hardware.devices) > max(8, _num_cores()):
+        parts.append(f"cores ({len(hardware.devices)} processes wanted, it has {_num_cores()})")
+    if hardware.num_nodes > 1 and not {"WORLD_SIZE", "NODE_RANK"} & set(os.environ):  # a launcher has brought them together
         parts.append(f"machines ({hardware.num_nodes} wanted, it is one)")
     return " and ".join(parts)
 
@@ -66,6 +72,9 @@ def _hardware(hardware: Hardware) -> dict[str, str]:
     processes = number if hardware.world_size > 1 else 1
     if hardware.on_gpu:
         devices = f"{_count(number, 'GPU')}{each}: {', '.join(map(str, hardware.devices))}"
+        devices += (
+            "" if hardware.chosen else ", being all that are here" if hardware.available else "; all that the machine has"
+        )
     else:
         devices = f"{_count(processes, 'process')}{each}"
     if hardware.strategy == "dp":
@@ -77,7 +86,7 @@ def _hardware(hardware: Hardware) -> dict[str, str]:
     threads = torch.get_num_threads()
     if hardware.world_size > 1 and "OMP_NUM_THREADS" not in os.environ:  # Lightning divides the cores then
         threads = max(1, _num_cores() // processes)
-    backend = ("nccl" if hardware.on_gpu else "gloo") if hardware.world_size > 1 else "none: one process"
+    backend = ("nccl" if hardware.on_gpu else "gloo") if hardware.family == "ddp" else "none: one process"
     return {
         "accelerator": hardware.accelerator,
         "devices": devices,
@@ -95,14 +104,20 @@ def _training(config: Namespace, hardware: Hardware, model: Any, data: Any) -> d
         batches, epochs, steps = length(trainer, counts["train"] // data.batch_size)
         dropped = counts["train"] - batches * data.batch_size
         parts = [len(part) for part in torch.arange(data.batch_size).chunk(hardware.num_replicas)]
+        parts += [0] * (hardware.num_replicas - len(parts))  # DataParallel leaves the last devices without
         share = f"{parts[0]} on each device" if len(set(parts)) == 1 else f"{', '.join(map(str, parts))} on the devices"
         lines["data"] = what
         lines["images"] = f"{counts['train']:,} training, {counts['val']:,} validation, {counts['test']:,} test"
         lines["batch"] = f"{data.batch_size} images a step over all devices, {share}"
         lines["epoch"] = f"{batches:,} steps, " + (
-            f"{dropped} images dropped, others each time" if dropped else "no image dropped"
+            f"{dropped:,} images dropped, others each time" if dropped else "no image dropped"
         )
-        lines["run"] = f"{epochs} epochs, " + ("without end" if steps is None else f"{steps:,} optimizer steps")
+        lines["run"] = (
+            "without end" if epochs is None or steps is None else f"{_count(epochs, 'epoch')}, {steps:,} optimizer steps"
+        )
+        if trainer.accumulate_grad_batches > 1:
+            images = trainer.accumulate_grad_batches * data.batch_size
+            lines["run"] += f", each of {trainer.accumulate_grad_batches} batches, {images} images"
     else:
         lines["data"] = type(data).__name__
     dtype = WEIGHTS.get(str(trainer.precision), torch.float32)
@@ -110,33 +125,37 @@ def _training(config: Namespace, hardware: Hardware, model: Any, data: Any) -> d
         nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), p.requires_grad) for p in model.network.parameters()
     ]
     optimizer, scheduler = model.make_optimizer_and_schedule(parameters)
-    rates = sorted({group["lr"] if scheduler is None else group["initial_lr"] for group in optimizer.param_groups})
+    span(scheduler, lambda: math.inf if steps is None else steps)
+    rates = sorted({group.get("initial_lr", group["lr"]) for group in optimizer.param_groups})
     lines["optimizer"] = f"{type(optimizer).__name__}, learning rate {', '.join(f'{rate:g}' for rate in rates)}"
     if scheduler is None:
         lines["schedule"] = "none: a constant rate"
     elif hasattr(scheduler, "total_steps"):
-        lines["schedule"] = f"{type(scheduler).__name__} over {'the' if steps is None else f'{steps:,}'} optimizer steps"
+        lines["schedule"] = f"{type(scheduler).__name__} over {scheduler.total_steps:,} optimizer steps"
     else:
         lines["schedule"] = f"{type(scheduler).__name__}, advanced once an epoch"
     number = sum(p.numel() for p in parameters)
+    lines["precision"] = str(trainer.precision or "32-true")
     lines["network"] = f"{type(model.network).__name__}, {number:,} parameters in {str(dtype).removeprefix('torch.')}"
     size = memory(parameters, optimizer)
     lines["memory"] = _in_words(size, hardware)
     return lines
 
 
-def length(trainer: Namespace, batches: int) -> tuple[int, int | str, int | None]:
-    """Return training steps an epoch, epochs, and optimizer steps in all, None for no end; as Lightning counts them."""
+def length(trainer: Namespace, batches: int) -> tuple[int, int | None, int | None]:
+    """Return training steps an epoch, epochs begun, and optimizer steps in all, as Lightning counts; None for no end."""
     limit, epochs, most = trainer.limit_train_batches, trainer.max_epochs, trainer.max_steps
     if trainer.fast_dev_run:
         limit, epochs = int(trainer.fast_dev_run), 1
     if limit is not None:
         batches = int(batches * limit) if isinstance(limit, float) else min(batches, limit)
     per_epoch = math.ceil(batches / trainer.accumulate_grad_batches)
-    if epochs is None or epochs < 0:
-        return batches, "endless" if most < 0 else "as many", None if most < 0 else most
-    steps = per_epoch * epochs
-    return batches, epochs, steps if most < 0 else min(most, steps)
+    if epochs is None and most < 0:
+        epochs = 1000  # Lightning's own limit
+    steps = math.inf if epochs is None or epochs < 0 else per_epoch * epochs
+    if 0 <= most < steps:
+        steps, epochs = most, math.ceil(most / per_epoch) if per_epoch else 0
+    return (batches, None, None) if steps == math.inf else (batches, epochs, int(steps))
 
 
 def memory(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -159,7 +178,7 @@ def memory(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> 
 
 def _in_words(size: dict[str, int], hardware: Hardware) -> str:
     where, others = "on each device", size["weights"] + size["gradients"]
-    if hardware.strategy.startswith("ddp"):
+    if hardware.family == "ddp":
         size["ddp's buckets"] = size["gradients"]
     if hardware.strategy == "dp" and len(hardware.devices) > 1:
         where = f"on the first GPU, {_size(others)} on each other"
@@ -171,6 +190,8 @@ def _in_words(size: dict[str, int], hardware: Hardware) -> str:
 def _launch(hardware: Hardware, command: list[str]) -> list[str]:
     if hardware.world_size == 1:
         return ["It needs no launcher: it is one process."]
+    if hardware.strategy.endswith(("spawn", "fork", "notebook")):
+        return ["It starts its processes from within, not by a launcher."]
     number, machines = len(hardware.devices), hardware.num_nodes
     if machines == 1:
         return ["The same, launched by torchrun:", f"torchrun --nproc_per_node={number} {shlex.join(command)}"]
@@ -219,15 +240,16 @@ class ShowShapes(Callback):
     ) -> None:
         """Bring together what all ranks have seen, and print it on rank 0."""
         seen = [self.seen]
-        images, logits = batch[0], outputs
+        images, probabilities = batch[0], outputs
         if trainer.world_size > 1:
             seen = [[] for _ in range(trainer.world_size)]
             torch.distributed.all_gather_object(seen, self.seen)
-            images, logits = (trainer.strategy.all_gather(tensor).flatten(0, 1) for tensor in (images, logits))
+            gather = trainer.strategy.all_gather
+            images, probabilities = (gather(tensor).flatten(0, 1) for tensor in (images, probabilities))
         if trainer.is_global_zero:
-            print("One forward pass, of blank images:")
             print("\n".join(line for rank in seen for line in sorted(rank)))
-            print(f"Outside: input {list(images.shape)} output {list(logits.shape)}", flush=True)
+            outside = f"Outside: input {list(images.shape)} output {list(probabilities.shape)}"
+            print(outside + (", brought together from all ranks" if trainer.world_size > 1 else ""), flush=True)
 
 
 def blank_batch(batch_size: int, image_size: int) -> DataLoader[tuple[Tensor, Tensor]]:

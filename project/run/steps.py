@@ -55,16 +55,16 @@ class Replaced:
 STRATEGIES = "lightning.pytorch.strategies"
 TABLE = (
     Replaced(DDP, 1, "torchrun --nproc_per_node=2 ...", f"{STRATEGIES}.DDPStrategy.launcher"),
-    Replaced(DEVICES, 2, "CUDA_VISIBLE_DEVICES", "project.run.checks.choose_devices"),
+    Replaced(DEVICES, 2, "CUDA_VISIBLE_DEVICES", "lightning.pytorch.accelerators.CUDAAccelerator.parse_devices"),
     Replaced(GPU, 3, "torch.cuda.is_available()", "project.run.checks.check_accelerator"),
     Replaced(DDP, 4, 'dist.init_process_group("nccl" ...)', f"{STRATEGIES}.DDPStrategy.setup_environment"),
-    Replaced(DDP, 5, "torch.cuda.set_device(local_rank ...)", f"{STRATEGIES}.DDPStrategy.setup_environment"),
+    Replaced(DDP, 5, "torch.cuda.set_device(device)", f"{STRATEGIES}.DDPStrategy.setup_environment"),
     Replaced(
         DDP, 6, "GlobalBatchSampler(..., world_size, rank)", "project.data.datamodule.ImageDataModule.train_dataloader"
     ),
     Replaced(DDP, 7, "train_sampler.set_epoch(epoch)", "project.data.batches.GlobalBatchSampler"),
     Replaced(DDP, 8, "flags.batch_size // world_size", "project.data.batches.GlobalBatchSampler"),
-    Replaced(DP, 8, "DataParallel splits it", "project.run.strategies.DataParallelStrategy"),
+    Replaced(DP, 8, "nothing: DataParallel splits it", "project.run.strategies.DataParallelStrategy"),
     Replaced(GPU, 9, "model.to(device)", f"{STRATEGIES}.Strategy.model_to_device"),
     Replaced(DDP, 10, "DistributedDataParallel(model, ...)", f"{STRATEGIES}.DDPStrategy.configure_ddp"),
     Replaced(DP, 10, "DataParallel(model, device_ids=gpus)", "project.run.strategies.DataParallelStrategy"),
@@ -84,7 +84,7 @@ def replaced_by(on_gpu: bool, strategy: str) -> list[Replaced]:
 
     Args:
         on_gpu: Whether it runs on GPUs.
-        strategy: What `--strategy` comes to: "dp", "ddp" or another.
+        strategy: "dp", "ddp" or "single_device".
     """
     flags = {ANY, *((GPU, DEVICES) if on_gpu else ()), f"--strategy {strategy}"}
     if strategy == "dp" and not on_gpu:
@@ -110,7 +110,8 @@ def as_markdown() -> list[str]:
     lines = ["| flag | step | by hand | what does it now |", "|---|---|---|---|"]
     for row in TABLE:
         flag = row.flag if row.flag == ANY else f"`{row.flag}`"
-        lines.append(f"| {flag} | {row.step} {NAMES[row.step]} | `{row.by_hand}` | `{row.now}` |")
+        by_hand = row.by_hand if row.by_hand.startswith("nothing") else f"`{row.by_hand}`"
+        lines.append(f"| {flag} | {row.step} {NAMES[row.step]} | {by_hand} | `{row.now}` |")
     return lines
 
 
@@ -127,6 +128,7 @@ def write(root: Path) -> None:
     for name, lines, start, end in PLACES:
         path = root / name
         path.write_text(placed(path.read_text(), lines, start, end))
+        print(f"wrote the table into {path}")
 
 
 PLACES = (

@@ -47,6 +47,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
     ) -> None:
         super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
         self.parallel_devices = parallel_devices  # Lightning fills it in
+        self.num_nodes = 1  # the same
         self._layer_sync: Any = None  # the same, with --trainer.sync_batchnorm
         self._parallel: _ParallelForward | None = None
         self._warned = False
@@ -70,6 +71,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
         """Make the module's forward the parallel one, once it is on its device."""
         module = self.lightning_module
         assert module is not None
+        if self.num_nodes > 1:
+            raise UsageError(f"--num_nodes {self.num_nodes}: dp is one process on one machine; use --strategy ddp")
         if self._layer_sync is not None:
             raise UsageError("--trainer.sync_batchnorm true: DataParallel cannot do it; use --strategy ddp")
         if self.splits and "forward" in vars(module):  # torch.compile(module) leaves one

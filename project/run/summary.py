@@ -40,7 +40,6 @@ def summarise(
     """
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     figures = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    num_replicas = getattr(trainer.strategy, "num_replicas", trainer.world_size)  # dp splits within one process
     best_epoch, val_loss, val_accuracy = max(record.validations, key=lambda v: v[2], default=(None, None, None))
     return {
         "dataset": data.resolved_source,
@@ -52,7 +51,7 @@ def summarise(
         "strategy": _strategy_name(trainer.strategy),
         "world_size": trainer.world_size,
         "global_batch_size": data.batch_size,
-        "device_batch_size": -(-data.batch_size // num_replicas),
+        "device_batch_size": -(-data.batch_size // num_replicas(trainer)),
         "optimizer_steps": trainer.global_step,
         "epochs": trainer.current_epoch,
         "train_seconds": round(record.train_seconds, 3),
@@ -67,6 +66,11 @@ def summarise(
         "versions": versions(),
         "warnings": warnings,
     }
+
+
+def num_replicas(trainer: Trainer) -> int:
+    """Return how many devices compute: the processes, or, with dp, the GPUs of one."""
+    return getattr(trainer.strategy, "num_replicas", trainer.world_size)
 
 
 def _rounded(figure: float | None) -> float | None:
@@ -84,10 +88,10 @@ def write_summary(summary: dict[str, Any], folder: Path) -> None:
     write_durably(folder / "summary.json", lambda file: file.write(json.dumps(summary, indent=2).encode() + b"\n"))
 
 
-def closing_lines(summary: dict[str, Any], run: RunDirectory) -> list[str]:
+def closing_lines(summary: dict[str, Any], devices: int, run: RunDirectory) -> list[str]:
     """Return the summary in words, and what to type next."""
     s = summary
-    where = f"{-(-s['global_batch_size'] // s['device_batch_size'])} x {s['accelerator']} ({s['strategy']})"
+    where = f"{devices} x {s['accelerator']} ({s['strategy']})"
     lines = [f"warning: {text}" for text in s["warnings"]]
     lines += [
         f"data      {s['dataset']}: {s['num_train_images']:,} training, {s['num_val_images']:,} validation, "

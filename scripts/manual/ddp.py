@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=2 scripts/manual/ddp.py        or: python -m torch.distributed.launch --nproc_per_node=2 ...
 
-The template: `python scripts/train.py --strategy ddp --devices 2`. Steps and mistakes are numbered as in the README.
+The template: `python scripts/train.py --config configs/manual.yaml --strategy ddp --devices 2`. Numbers: see the README.
 """
 
 import os
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the `project` of
 
 import torch
 import torch.distributed as dist
-from command_line import make_parser, stop
+from command_line import make_parser, run, stop
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -27,8 +27,7 @@ from project.model.networks import ConvNet
 
 @torch.no_grad()
 def evaluate(model, loader, data, device):
-    """Return accuracy and number of images; the articles promise a validation and have none (mistake 10)."""
-    model.eval()
+    model.eval()  # the articles promise a validation and have none (mistake 10)
     counts = torch.zeros(2, device=device)  # correct, all
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
@@ -39,7 +38,7 @@ def evaluate(model, loader, data, device):
 
 
 def main():
-    parser = make_parser(__doc__, weights="logs/manual/ddp")
+    parser = make_parser(__doc__, weights="logs/manual/ddp")  # a folder that all machines share
     parser.add_argument("--local-rank", help="torch.distributed.launch gives it; LOCAL_RANK always says it (mistake 4)")
     flags = parser.parse_args()
     if "RANK" not in os.environ:
@@ -47,16 +46,17 @@ def main():
     # step 1: torchrun has started this program once for each device, and tells each its place
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     on_gpu = torch.cuda.is_available()  # step 3: check the accelerator; this program runs on the CPU too
-    dist.init_process_group("nccl" if on_gpu else "gloo", world_size=world_size, rank=rank)  # step 4: the process group
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    torch.cuda.set_device(local_rank if on_gpu else -1)  # step 5: own device; `rank` counts over all machines (mistake 3)
+    if on_gpu:
+        torch.cuda.set_device(device)  # step 5: its own GPU on this machine; `rank` counts over all (mistake 3)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)  # step 4: process group
     # step 8: a part of the batch for each; a whole one would be another training run for each N (mistake 9)
     if flags.batch_size % world_size:
         stop(f"--batch_size {flags.batch_size} must be a multiple of {world_size}, the number of processes")
     print(f"rank {rank} on {device}: {flags.batch_size // world_size} of {flags.batch_size} images a step\n", end="")
 
     data = ImageDataModule(flags.source, flags.root, flags.batch_size, shift=0, flip=False, normalize=False)
-    data.prepare_data()  # one process of the machine does it, the others wait
+    data.prepare_data()  # one process at a time; what the first has made the others find
     data.setup()
     # step 6: a share of the images for each; these are DistributedSamplers
     train_sampler = GlobalBatchSampler(data.train_batches, data.train_positions, flags.batch_size, world_size, rank)
@@ -83,7 +83,7 @@ def main():
             optimizer.step()
             step += 1
             if step % flags.report_every == 0:
-                dist.all_reduce(loss.detach())
+                dist.all_reduce(loss.detach())  # `loss` is the sum over all processes then
                 mean = loss.item() / world_size  # waits for the GPU: only then the clock tells the time (mistake 7)
                 milliseconds = 1000 * (time.perf_counter() - start) / (step - first)
                 if rank == 0:  # step 13: report
@@ -107,4 +107,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

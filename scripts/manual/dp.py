@@ -4,7 +4,7 @@
 
 The batch splits, and with it the forward and the backward pass: a replica on each GPU. GPU 0 alone gathers the outputs,
 computes the loss and adds up the gradients: not "the backward" (mistake 12). Without a GPU nothing splits.
-The template: `python scripts/train.py --strategy dp`. Steps and mistakes are numbered as in the README.
+The template: `python scripts/train.py --config configs/manual.yaml --strategy dp`. Numbers: see the README.
 """
 
 import sys
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the `project` of
 # step 2: CUDA_VISIBLE_DEVICES=0,2 python ... chooses GPUs; after torch is imported it may come too late (mistake 2)
 
 import torch
-from command_line import make_parser
+from command_line import make_parser, run
 from torch.nn import DataParallel
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -27,8 +27,7 @@ from project.model.networks import ConvNet
 
 @torch.no_grad()
 def evaluate(model, loader, data, device):
-    """Return accuracy and number of images; the articles promise a validation and have none (mistake 10)."""
-    model.eval()
+    model.eval()  # the articles promise a validation and have none (mistake 10)
     counts = torch.zeros(2, device=device)  # correct, all
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
@@ -42,7 +41,9 @@ def main():
     # step 3: check the accelerator; this program runs on the CPU too
     gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
-    parts = [len(part) for part in torch.arange(flags.batch_size).chunk(len(gpus) or 1)]  # step 8: DataParallel splits it
+    parts = [
+        len(part) for part in torch.arange(flags.batch_size).chunk(len(gpus) or 1)
+    ]  # step 8: nothing: DataParallel splits it
     print(f"{len(gpus)} GPUs: " + (f"a batch splits into {parts}" if gpus else "nothing splits, all runs on the CPU"))
 
     data = ImageDataModule(flags.source, flags.root, flags.batch_size, shift=0, flip=False, normalize=False)
@@ -91,4 +92,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -2,7 +2,7 @@
 
     python scripts/manual/gpu.py        GPU 0; another one: CUDA_VISIBLE_DEVICES=1 python scripts/manual/gpu.py
 
-The template: `python scripts/train.py --accelerator gpu --devices 1`. Steps and mistakes are numbered as in the README.
+The template: `python scripts/train.py --config configs/manual.yaml --accelerator gpu --devices 1`. Numbers: see the README.
 """
 
 import os
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the `project` of
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
 import torch
-from command_line import make_parser, stop
+from command_line import make_parser, run, stop
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -26,8 +26,7 @@ from project.model.networks import ConvNet
 
 @torch.no_grad()
 def evaluate(model, loader, data, device):
-    """Return accuracy and number of images; the articles promise a validation and have none (mistake 10)."""
-    model.eval()
+    model.eval()  # the articles promise a validation and have none (mistake 10)
     counts = torch.zeros(2, device=device)  # correct, all
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
@@ -87,4 +86,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

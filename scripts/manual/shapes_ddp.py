@@ -10,7 +10,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from command_line import stop
+from command_line import make_parser, stop
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -35,14 +35,18 @@ class Model(nn.Module):
 
 
 def main():
+    parser = make_parser(__doc__)
+    parser.add_argument("--local-rank", help="torch.distributed.launch gives it; LOCAL_RANK always says it (mistake 4)")
+    parser.parse_args()
     if "RANK" not in os.environ:
         stop("shapes_ddp.py needs a launcher: torchrun --nproc_per_node=2 scripts/manual/shapes_ddp.py")
     # step 1: torchrun has started this program once for each device, and tells each its place
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     on_gpu = torch.cuda.is_available()  # step 3: check the accelerator; this program runs on the CPU too
-    dist.init_process_group("nccl" if on_gpu else "gloo", world_size=world_size, rank=rank)  # step 4: the process group
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    torch.cuda.set_device(local_rank if on_gpu else -1)  # step 5: own device; `rank` counts over all machines (mistake 3)
+    if on_gpu:
+        torch.cuda.set_device(device)  # step 5: its own GPU on this machine; `rank` counts over all (mistake 3)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)  # step 4: process group
 
     torch.manual_seed(0)  # all processes draw the same vectors, on the CPU: one data set, which they share out (mistake 8)
     vectors = torch.randn(DATA_SIZE, INPUT_SIZE)
@@ -50,9 +54,8 @@ def main():
     sampler.set_epoch(0)  # step 7: the order of this epoch
     if BATCH_SIZE % world_size:
         stop(f"a batch of {BATCH_SIZE} cannot be shared equally by {world_size} processes")
-    loader = DataLoader(
-        vectors, BATCH_SIZE // world_size, sampler=sampler
-    )  # step 8: so that all together take 30 (mistake 9)
+    # step 8: all processes together take 30 (mistake 9)
+    loader = DataLoader(vectors, BATCH_SIZE // world_size, sampler=sampler)
 
     model = Model()
     model.to(device)  # step 9: to this process's device at once, not to GPU 0 first (mistake 5)

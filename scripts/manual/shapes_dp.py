@@ -7,6 +7,7 @@ The template prints the same of its own network with `python scripts/train.py --
 """
 
 import torch
+from command_line import make_parser
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -28,6 +29,7 @@ class Model(nn.Module):
 
 
 def main():
+    make_parser(__doc__).parse_args()
     torch.manual_seed(0)
     vectors = torch.randn(DATA_SIZE, INPUT_SIZE)  # on the CPU; each batch goes to the GPU
     loader = DataLoader(vectors, BATCH_SIZE, shuffle=True)
