@@ -26,7 +26,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(place: Path, *command: object, **env: str) -> subprocess.CompletedProcess[str]:
-    result = python(*command, cwd=place, **env)
+    result = python(*command, cwd=place, TMPDIR=str(place), **env)  # torchrun leaves a folder there
     assert result.returncode == 0, result.stdout + result.stderr
     return result
 
@@ -126,7 +126,7 @@ def test_a_wrong_flag_is_refused(flags: list[str], capsys: Any, monkeypatch: pyt
 
 
 def test_ddp_refuses_a_batch_that_does_not_divide(place: Path) -> None:
-    result = python(*TORCHRUN, MANUAL / "ddp.py", "--batch_size", 63, cwd=place)
+    result = python(*TORCHRUN, MANUAL / "ddp.py", "--batch_size", 63, cwd=place, TMPDIR=str(place))
     assert result.returncode != 0
     assert result.stderr.count("error: --batch_size 63 must be a multiple of 2") == 1
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -75,6 +75,22 @@ def test_the_plan_is_the_reviewed_one(
     assert not list(tmp_path.iterdir())  # nothing was written
 
 
+class OwnData(LightningDataModule):
+    """A data module that says nothing of its images."""
+
+    def __init__(self, batch_size: int = 6) -> None:
+        super().__init__()
+
+
+def test_a_data_module_of_ones_own_is_planned_as_far_as_it_is_known(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("sys.argv", ["scripts/train.py", "--accelerator", "cpu", "--explain"])
+    TrainCLI(Classifier, OwnData).explain()
+    output = capsys.readouterr().out
+    assert fact(output, "data") == "OwnData"
+    assert fact(output, "schedule") == "OneCycle over all optimizer steps"
+    assert output.splitlines()[-1] == "Outside: input [6, 3, 32, 32] output [6, 10]"
+
+
 # ---- what it says is true
 
 
@@ -103,7 +119,7 @@ def test_the_torchrun_command_does_the_same(tmp_path: Path) -> None:
     plan = python(TRAIN, *flags, "--explain", cwd=tmp_path).stdout
     command = shlex.split(next(line for line in plan.splitlines() if line.startswith("torchrun --nproc_per_node=2 ")))
     rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]  # no fixed port
-    result = python("-m", "torch.distributed.run", *rendezvous, *command[1:], cwd=tmp_path)
+    result = python("-m", "torch.distributed.run", *rendezvous, *command[1:], cwd=tmp_path, TMPDIR=str(tmp_path))
     assert result.returncode == 0, result.stderr
     train(tmp_path, *flags)
     runs = [tmp_path / "logs" / "default" / f"version_{n}" / "checkpoints" / "last.ckpt" for n in (0, 1)]

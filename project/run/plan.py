@@ -98,8 +98,8 @@ def _hardware(hardware: Hardware) -> dict[str, str]:
 
 def _training(config: Namespace, hardware: Hardware, model: Any, data: Any) -> dict[str, str]:
     trainer, lines = config.trainer, {}
-    steps = None
-    if hasattr(data, "plan"):
+    steps, known = None, hasattr(data, "plan")
+    if known:
         what, counts = data.plan()
         batches, epochs, steps = length(trainer, counts["train"] // data.batch_size)
         dropped = counts["train"] - batches * data.batch_size
@@ -125,13 +125,16 @@ def _training(config: Namespace, hardware: Hardware, model: Any, data: Any) -> d
         nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), p.requires_grad) for p in model.network.parameters()
     ]
     optimizer, scheduler = model.make_optimizer_and_schedule(parameters)
-    span(scheduler, lambda: math.inf if steps is None else steps)
+    if known:
+        span(scheduler, lambda: math.inf if steps is None else steps)
     rates = sorted({group.get("initial_lr", group["lr"]) for group in optimizer.param_groups})
     lines["optimizer"] = f"{type(optimizer).__name__}, learning rate {', '.join(f'{rate:g}' for rate in rates)}"
     if scheduler is None:
         lines["schedule"] = "none: a constant rate"
     elif hasattr(scheduler, "total_steps"):
-        lines["schedule"] = f"{type(scheduler).__name__} over {scheduler.total_steps:,} optimizer steps"
+        lines["schedule"] = f"{type(scheduler).__name__} over " + (
+            f"{scheduler.total_steps:,} optimizer steps" if scheduler.total_steps else "all optimizer steps"
+        )
     else:
         lines["schedule"] = f"{type(scheduler).__name__}, advanced once an epoch"
     number = sum(p.numel() for p in parameters)
