@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from project.run.cli import OWN_FLAGS, SHORT_FLAGS
 from tests.conftest import ROOT, python
@@ -58,3 +59,16 @@ def test_its_python_program_runs(clone: Path) -> None:
     result = python("own.py", cwd=clone, timeout=400, OMP_NUM_THREADS="")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("trained") == 2  # once in each process
+
+
+@pytest.mark.slow
+def test_its_hand_written_program_and_the_template_end_with_the_same_numbers(clone: Path) -> None:
+    commands = re.findall(r"^python (scripts/manual/cpu.py.*)\npython (scripts/train.py.*)$", README, re.MULTILINE)[0]
+    for command in commands:
+        result = python(*command.split(), cwd=clone, timeout=400, OMP_NUM_THREADS="")
+        assert result.returncode == 0, result.stderr
+    for epoch in (0, 1):
+        by_hand = torch.load(clone / "logs" / "manual" / "cpu" / f"epoch_{epoch}.pth", weights_only=True)
+        path = clone / "logs" / "default" / "version_0" / "weights" / f"epoch_{epoch}.pth"
+        templates = torch.load(path, weights_only=True)
+        assert all(torch.equal(by_hand[name], templates[name]) for name in by_hand | templates)
