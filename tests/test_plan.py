@@ -202,19 +202,38 @@ def test_it_estimates_the_memory_that_a_step_really_takes(optimizer: str, moment
     network(torch.zeros(2, 3, 32, 32)).sum().backward()
     real.step()
     planned = [nn.Parameter(p.to("meta"), p.requires_grad) for p in network.parameters()]
-    size = memory(planned, make(planned, lr=0.1, **settings))
+    size, untried = memory(planned, make(planned, lr=0.1, **settings))
 
     def total(tensors: Any) -> int:
         return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
+    assert untried == ""
     assert size["weights"] == total(network.parameters())
     assert size["gradients"] == total(p.grad for p in network.parameters())
     assert size["optimizer"] == total(value for state in real.state.values() for value in state.values())
 
 
-def test_an_optimizer_that_cannot_be_tried_is_left_out() -> None:
+class ReadsNumbers(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        float(self.param_groups[0]["params"][0].sum())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reason"),
+    [(torch.optim.LBFGS, "LBFGS could not be tried: .*closure"), (ReadsNumbers, "ReadsNumbers .*meta")],
+)
+def test_an_optimizer_that_cannot_be_tried_is_left_out_and_the_reason_shown(optimizer: Any, reason: str) -> None:
     planned = [nn.Parameter(torch.empty(3, device="meta"))]
-    assert memory(planned, torch.optim.LBFGS(planned)) == {"weights": 12, "gradients": 12}
+    size, untried = memory(planned, optimizer(planned))
+    assert size == {"weights": 12, "gradients": 12}
+    assert re.match(reason, untried)
+
+
+@NO_GPU
+def test_the_plan_shows_why_an_optimizer_was_left_out(monkeypatch: Any, capsys: Any) -> None:
+    flags = ["--optimizer", "LBFGS", "--lr_scheduler", "null", "--accelerator", "gpu"]
+    memory_line = fact(explain(monkeypatch, capsys, *flags), "memory")
+    assert "without activations and optimizer (LBFGS could not be tried: " in memory_line
 
 
 @NO_GPU

@@ -59,6 +59,7 @@ def lacking(hardware: Hardware) -> str:
         parts.append(
             f"GPUs ({len(wanted) if len(wanted) > hardware.available else f'number {max(wanted)}'} wanted, it has {has})"
         )
+    # A real forward pass starts a process for each: more than this would only bring the machine down.
     if not hardware.on_gpu and len(hardware.devices) > max(8, _num_cores()):
         parts.append(f"cores ({len(hardware.devices)} processes wanted, it has {_num_cores()})")
     if hardware.num_nodes > 1 and not {"WORLD_SIZE", "NODE_RANK"} & set(os.environ):  # a launcher has brought them together
@@ -140,8 +141,7 @@ def _training(config: Namespace, hardware: Hardware, model: Any, data: Any) -> d
     number = sum(p.numel() for p in parameters)
     lines["precision"] = str(trainer.precision or "32-true")
     lines["network"] = f"{type(model.network).__name__}, {number:,} parameters in {str(dtype).removeprefix('torch.')}"
-    size = memory(parameters, optimizer)
-    lines["memory"] = _in_words(size, hardware)
+    lines["memory"] = _in_words(*memory(parameters, optimizer), hardware)
     return lines
 
 
@@ -161,32 +161,34 @@ def length(trainer: Namespace, batches: int) -> tuple[int, int | None, int | Non
     return (batches, None, None) if steps == math.inf else (batches, epochs, int(steps))
 
 
-def memory(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Return the bytes of weights, gradients and optimizer.
+def memory(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> tuple[dict[str, int], str]:
+    """Return the bytes of weights, gradients and optimizer, and why the optimizer's are not among them, if they are not.
 
     Args:
         parameters: On the meta device; the optimizer takes a step there to show what it keeps.
-        optimizer: Theirs. One that cannot step there is left out.
+        optimizer: Theirs.
     """
     size = {"weights": _bytes(parameters), "gradients": _bytes(p for p in parameters if p.requires_grad)}
     for p in parameters:
         p.grad = torch.empty_like(p) if p.requires_grad else None
     try:
         optimizer.step()
-    except (TypeError, NotImplementedError, RuntimeError):  # wants a closure, or real numbers
-        return size
+    # An optimizer of torch or the user's own may want a closure (TypeError: LBFGS), or numbers, which the meta device has
+    # not (RuntimeError). The run can be right all the same, and the rest of the plan is; the plan shows the reason.
+    except (TypeError, RuntimeError) as error:
+        return size, f"{type(optimizer).__name__} could not be tried: {' '.join(str(error).split())}"
     kept = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
-    return {**size, "optimizer": _bytes(kept)}
+    return {**size, "optimizer": _bytes(kept)}, ""
 
 
-def _in_words(size: dict[str, int], hardware: Hardware) -> str:
+def _in_words(size: dict[str, int], untried: str, hardware: Hardware) -> str:
     where, others = "on each device", size["weights"] + size["gradients"]
     if hardware.family == "ddp":
         size["ddp's buckets"] = size["gradients"]
     if hardware.strategy == "dp" and len(hardware.devices) > 1:
         where = f"on the first GPU, {_size(others)} on each other"
     sums = " + ".join(f"{_size(part)} {name}" for name, part in size.items())
-    without = "activations" if "optimizer" in size else "activations and optimizer"
+    without = f"activations and optimizer ({untried})" if untried else "activations"
     return f"{sums} = {_size(sum(size.values()))} {where}, without {without}"
 
 
