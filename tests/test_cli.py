@@ -31,6 +31,7 @@ def cli(*args: str) -> TrainCLI:
     return TrainCLI(Classifier, ImageDataModule, ["--accelerator", "cpu", "--devices", "1", *args])
 
 
+DDP_CLASS = '{"class_path": "lightning.pytorch.strategies.DDPStrategy"}'  # as in a YAML file
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens on a machine without a GPU")
 
 
@@ -40,6 +41,16 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens
         pytest.param(
             ["--accelerator", "gpu"], ["--accelerator gpu", "torch.cuda.is_available()", "--accelerator cpu"], marks=NO_GPU
         ),
+        pytest.param(
+            ["--strategy", DDP_CLASS, "--accelerator", "gpu"],
+            ["--accelerator gpu", "torch.cuda.is_available()"],
+            marks=NO_GPU,
+        ),
+        (
+            ["--strategy", DDP_CLASS, "--devices", "2", "--batch_size", "63"],
+            ["--batch_size 63", "62 or 64"],
+        ),
+        (["--strategy", DDP_CLASS, "--explain"], ["--explain", "by name"]),
         (["--accelerator", "tpu"], ["--accelerator tpu", "this machine has none"]),
         (["--accelerator", "gpuu"], ["--accelerator gpuu", "did you mean gpu"]),
         (["--accelerator", "cpu", "--devices", "0"], ["--devices 0", "--devices 1"]),

@@ -180,9 +180,13 @@ class TrainCLI(LightningCLI):
                 f"--trainer.overfit_batches {trainer.overfit_batches} would replace the sampler; use"
                 " --trainer.limit_train_batches, with --data.shift 0 --data.flip false"
             )
-        self.hardware: Hardware | None = None  # None for a strategy or accelerator of the user's own class
-        if isinstance(trainer.strategy, str) and isinstance(trainer.accelerator, str):
-            hardware = check_hardware(trainer.accelerator, trainer.devices, trainer.strategy, trainer.num_nodes)
+        by_name = isinstance(trainer.strategy, str)
+        if self.config.explain and not (by_name and isinstance(trainer.accelerator, str)):
+            raise UsageError("--explain: give --strategy and --accelerator by name")
+        self.hardware: Hardware | None = None  # None for an accelerator of the user's own class
+        if isinstance(trainer.accelerator, str):
+            strategy = trainer.strategy if by_name else "auto"  # a class is taken to use all devices
+            hardware = check_hardware(trainer.accelerator, trainer.devices, strategy, trainer.num_nodes)
             if hardware.missing and not self.config.explain:
                 raise UsageError(hardware.missing)
             if hardware.strategy == "dp" and trainer.sync_batchnorm:
@@ -193,8 +197,6 @@ class TrainCLI(LightningCLI):
             if batch_size > 0 and batch_size % hardware.world_size:
                 raise UsageError(uneven_batch(batch_size, hardware.world_size))
             self.hardware = hardware
-        elif self.config.explain:
-            raise UsageError("--explain: give --strategy and --accelerator by name")
 
     def instantiate_classes(self) -> None:
         """Build everything; a value that a constructor refuses is the user's to mend."""
