@@ -5,6 +5,7 @@
     python scripts/train.py --strategy ddp --devices 2                 two processes, on two GPUs or on the CPU
     python scripts/train.py --strategy dp                              one process on all GPUs
     python scripts/train.py --config configs/cifar10.yaml              the default network's recipe, on CIFAR-10
+    python scripts/train.py --strategy ddp --devices 2 --resume        go on where the newest run stopped
     python scripts/train.py --strategy ddp --devices 2 --explain       say what that would do, and do nothing
 
 Flags change where it runs, never what it computes. `--help` lists them.
@@ -29,12 +30,11 @@ def main() -> None:
     if cli.config.explain:
         return cli.explain()
     # In here Lightning does, where the flags ask for it:
-    # step 1: start a process for each device, all running this script
     # step 4: join them in a process group
     # step 5: give each its own GPU
     # step 9: move the network there
     # step 11: move every batch there
-    cli.trainer.fit(cli.model, cli.datamodule)
+    cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=cli.resume_from, weights_only=True)
     # step 15: load the best checkpoint, onto whatever device this is; plain values alone
     cli.trainer.test(cli.model, cli.datamodule, ckpt_path=cli.best_checkpoint, weights_only=True, verbose=False)
     return cli.summarise()

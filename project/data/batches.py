@@ -1,11 +1,11 @@
 """Which images make up each batch, on each rank: the samplers, and the data set that returns whole batches."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from project.data.augment import Augmentation, generator
@@ -69,6 +69,8 @@ class GlobalBatchSampler(DistributedSampler[BatchIndex]):
         num_replicas: Number of ranks; must divide `global_batch_size`.
         rank: This process's number.
         seed: Seed of the run.
+        num_done: Asked when an epoch's first batch is due: how many of its global batches were trained before, which
+            are then left out. It is how a run goes on inside an epoch, on any number of ranks.
     """
 
     def __init__(
@@ -79,11 +81,13 @@ class GlobalBatchSampler(DistributedSampler[BatchIndex]):
         num_replicas: int = 1,
         rank: int = 0,
         seed: int = 0,
+        num_done: Callable[[], int] = int,
     ) -> None:
         super().__init__(dataset, num_replicas, rank, seed=seed)
         assert global_batch_size % num_replicas == 0
         self.positions = positions
         self.global_batch_size = global_batch_size
+        self.num_done = num_done
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -93,7 +97,7 @@ class GlobalBatchSampler(DistributedSampler[BatchIndex]):
         """Yield this rank's share of each global batch of the epoch that `set_epoch` named."""
         # step 7: Lightning calls set_epoch with its counter before every epoch; the order follows from it
         order = self.positions[torch.randperm(len(self.positions), generator=generator(self.seed, self.epoch, 0))]
-        for global_batch in order.split(self.global_batch_size)[: len(self)]:
+        for global_batch in order.split(self.global_batch_size)[self.num_done() : len(self)]:
             # step 8: the global batch stays what the flag says; each rank takes its part of it
             yield BatchIndex(self.epoch, global_batch[self.rank :: self.num_replicas])
 
@@ -129,3 +133,22 @@ class EvaluationSampler(DistributedSampler[BatchIndex]):
         padded[: len(self.positions)] = self.positions
         for batch in padded.split(self.batch_size)[self.rank :: self.num_replicas]:
             yield BatchIndex(0, batch)
+
+
+class BatchLoader(DataLoader[tuple[Tensor, Tensor]]):
+    """A DataLoader that asks its sampler, and starts its workers, only when the first batch is due.
+
+    Lightning makes the iterator while it is still setting the run up, before a checkpoint's progress is known; workers
+    that fetch ahead would fetch the wrong epoch's images.
+    """
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Yield the batches."""
+        yield from super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: what comes next follows from the trainer's progress. Lightning asks for this."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing, for the same reason."""

@@ -7,17 +7,15 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
 
 from project.data.augment import Augmentation, generator
-from project.data.batches import BatchIndex, EvaluationSampler, GlobalBatchSampler, ImageBatches
+from project.data.batches import BatchIndex, BatchLoader, EvaluationSampler, GlobalBatchSampler, ImageBatches
 from project.data.cache import ImageCache, Manifest
 from project.data.folder import FolderSource
 from project.data.sources import Cifar10Source, Source
 from project.data.synthetic import SyntheticSource
 from project.errors import UsageError
-
-Batches = DataLoader[tuple[Tensor, Tensor]]
 
 
 class ImageDataModule(LightningDataModule):
@@ -196,22 +194,38 @@ class ImageDataModule(LightningDataModule):
             "digest": self.manifest.digest,
         }
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Refuse to go on with other images than a checkpoint was trained on; testing it on others is fine."""
+        if self.trainer is None or self.trainer.state.fn != "fit":
+            return
+        for name, before, now in (
+            ("--data.source", state["source"], self.manifest.source),
+            ("the images", state["digest"], self.manifest.digest),
+        ):
+            if before != now:
+                raise UsageError(
+                    f"{name} {now[:12]}: the checkpoint was trained with {before[:12]};"
+                    " give it the same images, or start a new run without --resume"
+                )
+
     # ---- batches
 
-    def train_dataloader(self) -> Batches:
+    def train_dataloader(self) -> BatchLoader:
         """Return this rank's share of the shuffled global batches."""
         rank, world_size = self._place()
         if self.batch_size % world_size:
             raise UsageError(uneven_batch(self.batch_size, world_size))
         # step 6: our own DistributedSampler, which Lightning leaves as it is
-        sampler = GlobalBatchSampler(self.train_batches, self.train_positions, self.batch_size, world_size, rank, self.seed)
+        sampler = GlobalBatchSampler(
+            self.train_batches, self.train_positions, self.batch_size, world_size, rank, self.seed, self._num_done
+        )
         return self._loader(self.train_batches, sampler)
 
-    def val_dataloader(self) -> Batches | list[Batches]:
+    def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
         """Return this rank's validation batches; none where nothing was kept for validation."""
         return self._evaluation_loader(self.val_batches, self.val_positions) if len(self.val_positions) else []
 
-    def test_dataloader(self) -> Batches:
+    def test_dataloader(self) -> BatchLoader:
         """Return this rank's test batches."""
         return self._evaluation_loader(self.test_batches, self.test_positions)
 
@@ -267,12 +281,17 @@ class ImageDataModule(LightningDataModule):
         """Return this process's rank and the number of ranks."""
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
-    def _evaluation_loader(self, batches: ImageBatches, positions: Tensor) -> Batches:
+    def _num_done(self) -> int:
+        """Return how many of the epoch's global batches were trained before this process began."""
+        training = self.trainer is not None and self.trainer.training
+        return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready if training else 0  # type: ignore[union-attr]
+
+    def _evaluation_loader(self, batches: ImageBatches, positions: Tensor) -> BatchLoader:
         rank, world_size = self._place()
         return self._loader(batches, EvaluationSampler(batches, positions, self.eval_batch_size, world_size, rank))
 
-    def _loader(self, batches: ImageBatches, sampler: Sampler[BatchIndex]) -> Batches:
-        return DataLoader(
+    def _loader(self, batches: ImageBatches, sampler: Sampler[BatchIndex]) -> BatchLoader:
+        return BatchLoader(
             batches,
             batch_size=None,  # the sampler yields whole batches
             sampler=sampler,

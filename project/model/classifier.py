@@ -3,7 +3,7 @@
 The manual steps that flags replace, numbered as in scripts/manual:
 
 flag               step                  by hand                                    what does it now
---strategy ddp      1 launch             torchrun --nproc_per_node=2 ...            DDPStrategy.launcher
+--strategy ddp      1 launch             torchrun --nproc_per_node=2 ...            launch.launch
 --devices 0,2       2 choose devices     CUDA_VISIBLE_DEVICES                       CUDAAccelerator.parse_devices
 --accelerator gpu   3 check accelerator  torch.cuda.is_available()                  checks.check_accelerator
 --strategy ddp      4 process group      dist.init_process_group("nccl" ...)        DDPStrategy.setup_environment
@@ -32,12 +32,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from project.data.augment import seed_of
 from project.data.batches import IGNORE_INDEX
-from project.errors import UsageError
+from project.errors import RunError, UsageError
+from project.model.dropout import Dropout
 from project.model.schedules import OneCycle
 
 
@@ -46,6 +49,10 @@ class Classifier(LightningModule):
 
     A batch is `(images, labels)`: float (B, 3, H, W) and int64 (B,). In evaluation the label `IGNORE_INDEX` marks an
     image that fills up the batch and is not counted.
+
+    What a step draws at random depends on the seed, the step and the rank alone, so that a run that continues from any
+    step draws the same. A loss or a gradient that is not finite ends the run before the weights are touched (on a GPU,
+    which is not waited for, at the next written point or checkpoint).
 
     Args:
         network: The network. Its `num_classes` and `image_size`, if it has such arguments, come from the data.
@@ -84,6 +91,10 @@ class Classifier(LightningModule):
         self._window: Tensor | None = None  # [summed loss, correct, images] since the last written point, this rank
         self._epoch: Tensor | None = None  # the same over the epoch, all ranks
         self._learning_rate = 0.0
+        self._loss: Tensor | None = None  # of this batch
+        self._first_bad: Tensor | None = None  # on a GPU: the first step that was not finite, -1 for none
+        self._seed: int | None = None
+        self._restored: dict[str, Any] = {}
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images, float (B, 3, H, W), to logits (B, num_classes)."""
@@ -119,9 +130,22 @@ class Classifier(LightningModule):
 
     # ---- training
 
+    def setup(self, stage: str) -> None:
+        """Forget what an earlier run restored."""
+        self._restored = {}
+
     def on_train_start(self) -> None:
-        """Say what would make several processes compute something else than one, and begin the sums."""
+        """Say what would make several processes compute something else than one, and begin the sums, or go on with them."""
         self._begin_sums()  # here too: a run that continues inside an epoch has no start of the epoch
+        self._seed = int(self._restored.get("seed", torch.initial_seed() if self._seed is None else self._seed))
+        self._first_bad = torch.tensor(-1, device=self.device)
+        if self._restored:
+            windows, rank = self._restored["window"], self.trainer.global_rank
+            if len(windows) == self.trainer.world_size:
+                window = windows[rank]
+            else:
+                window = windows.sum(0) if rank == 0 else torch.zeros(3)
+            self._window, self._epoch = window.to(self.device), self._restored["epoch"].to(self.device)
         if self.trainer.world_size > 1 and any(isinstance(m, nn.BatchNorm2d) for m in self.network.modules()):
             warnings.warn(
                 "the network has BatchNorm, which takes its statistics from each process's images alone;"
@@ -141,6 +165,7 @@ class Classifier(LightningModule):
         """Return the mean cross-entropy of this rank's share of the global batch."""
         # step 12: forward and loss; Lightning adds zero_grad, backward, with ddp's averaging of gradients, and the step
         images, labels = batch
+        self._seed_step(len(images))
         logits = self(images)
         loss = functional.cross_entropy(logits, labels)
         self._learning_rate = self.trainer.optimizers[0].param_groups[0]["lr"]
@@ -148,20 +173,75 @@ class Classifier(LightningModule):
             assert self._window is not None
             correct = (logits.argmax(dim=1) == labels).sum()
             self._window += torch.stack([loss * len(labels), correct, torch.full_like(correct, len(labels))])
+            self._loss = loss.detach()
         return loss
+
+    def _seed_step(self, batch_size: int) -> None:
+        """Make all that this batch draws at random a function of the seed, the batch's number and the rank."""
+        assert self._seed is not None
+        number, rank, world_size = self.trainer.fit_loop.total_batch_idx, self.trainer.global_rank, self.trainer.world_size
+        seed = seed_of(self._seed, number, rank, 3)
+        if self.device.type == "cpu":
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed asks for every kind of GPU first: 0.14 ms
+        else:
+            torch.manual_seed(seed)
+        layers = (module for module in self.network.modules() if isinstance(module, Dropout))
+        for layer_number, layer in enumerate(layers):
+            layer.begin_step((self._seed, number, layer_number, 4), batch_size * world_size, slice(rank, None, world_size))
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip the gradients to the trainer's value, or else to the recipe's."""
+        """Clip the gradients to the trainer's value, or else to the recipe's, unless they are not finite."""
         limit = self.max_grad_norm if gradient_clip_val is None else gradient_clip_val
-        self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=gradient_clip_algorithm)
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if gradient_clip_algorithm == "value" or limit is None:
+            norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+            self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=gradient_clip_algorithm)
+        else:
+            norm = clip_grad_norm_(parameters, limit)
+        self._check_finite(norm)
+
+    def _check_finite(self, norm: Tensor) -> None:
+        assert self._loss is not None
+        assert self._first_bad is not None
+        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None  # 16-mixed skips such steps by itself
+        if norm.device.type == "cpu":
+            if not (self._loss.isfinite() and (scaled or norm.isfinite())):
+                raise self._not_finite(self.trainer.global_step, f"loss {self._loss:g}, norm of the gradients {norm:g}")
+        else:
+            finite = self._loss.isfinite() & (norm.isfinite() | scaled)
+            self._first_bad = torch.where(finite | (self._first_bad >= 0), self._first_bad, self.trainer.global_step)
+
+    def _check_finite_on_gpu(self) -> None:
+        """Look at what `_check_finite` found on a GPU; this waits for it."""
+        if self._first_bad is not None and (step := int(self._first_bad)) >= 0:
+            raise self._not_finite(step, "the loss or a gradient is not finite")
+
+    def _not_finite(self, step: int, what: str) -> RunError:
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        return RunError(
+            f"step {step}: {what}, at learning rate {rate:g}; the run ends here, and its last checkpoint is as it was."
+            " Lower --lr, or set --model.max_grad_norm"
+        )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the sums of the window and the epoch, and the seed, so that the same figures and draws follow."""
+        if self._window is not None and self.trainer.state.fn == "fit":
+            self._check_finite_on_gpu()
+            windows = self.trainer.strategy.all_gather(self._window).reshape(-1, 3)
+            checkpoint["classifier"] = {"seed": self._seed, "window": windows.cpu(), "epoch": self._epoch.cpu()}  # type: ignore[union-attr]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the sums and the seed for the start of training."""
+        self._restored = checkpoint.get("classifier", {})
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Write a point every `log_every_n_steps` optimizer steps, and one at the end of every epoch."""
         if is_writing_step(self.trainer, batch_idx):
             assert self._window is not None
             assert self._epoch is not None
+            self._check_finite_on_gpu()
             total = self.trainer.strategy.reduce(self._window, reduce_op="sum")
             self._epoch += total
             self._window = torch.zeros_like(self._window)

@@ -6,6 +6,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from project.errors import UsageError
+from project.model.dropout import Dropout
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "none": nn.Identity}
 
@@ -23,6 +24,7 @@ class ConvNet(nn.Module):
         activation: Follows every convolution and every linear layer but the last. "none" is the articles' choice, and
             leaves a network that is linear but for its max-pools.
         image_size: Height and width of the images in pixels, at least 8. The command line takes it from the data.
+        dropout: Share of the convolutions' features dropped while training; 0, as in the articles, for none.
 
     Raises:
         UsageError: A size that cannot work, by name.
@@ -35,6 +37,7 @@ class ConvNet(nn.Module):
         num_classes: int = 10,
         activation: Literal["relu", "gelu", "none"] = "relu",
         image_size: int = 32,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         if len(channels) != 6 or min(channels) < 1:
@@ -53,6 +56,7 @@ class ConvNet(nn.Module):
             if number in (2, 3, 5):
                 layers.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
+        self.dropout = Dropout(dropout)
         self.head = nn.Sequential(
             nn.Flatten(),
             nn.Linear(channels[-1] * (image_size // 8) ** 2, hidden),
@@ -66,7 +70,7 @@ class ConvNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images, float (B, 3, H, W), to logits (B, num_classes)."""
-        return self.head(self.features(images))
+        return self.head(self.dropout(self.features(images)))
 
 
 def _initialise(module: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """Learning-rate schedules that span the whole run, however long the flags make it."""
 
 import math
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -41,6 +42,20 @@ class OneCycle(LRScheduler):
         self.end = end
         self.total_steps = total_steps
         super().__init__(optimizer, last_epoch)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a checkpoint's schedule stopped.
+
+        Raises:
+            UsageError: That one spans another number of steps.
+        """
+        steps = state_dict["total_steps"]
+        if self.total_steps and self.total_steps != steps:
+            raise UsageError(
+                f"--max_epochs: the checkpoint's learning rate falls over {steps} optimizer steps, this command's over"
+                f" {self.total_steps}; give it the same length, or start a new run without --resume"
+            )
+        super().load_state_dict(state_dict)
 
     def factor(self, step: int) -> float:
         """Return the learning rate of an optimizer step, counted from 0, as a fraction of the peak."""

@@ -16,10 +16,14 @@ class RunRecord(Callback):
         train_seconds: From the first step to the last, validation and checkpoints included.
         epoch_seconds: Of that, the training alone, without validation.
         num_images: Training images in those epochs, over all devices.
+        num_epochs: Epochs begun.
         validations: Epoch, counted from 0, loss and accuracy of each validation.
+
+    A run that is continued goes on with all of them.
     """
 
     def __init__(self) -> None:
+        self.num_epochs = 0
         self.train_seconds = 0.0
         self.epoch_seconds = 0.0
         self.num_images = 0
@@ -27,15 +31,43 @@ class RunRecord(Callback):
         self._run_start = self._epoch_start = self._window_start = 0.0
         self._window_images = self._epoch_images = 0
         self._pause_start = 0.0
+        self._restored: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the run's clock."""
-        self._run_start = time.perf_counter()
+        """Start the run's clock, and an epoch's, in case that this run goes on inside one."""
+        now = time.perf_counter()
         self._begin_epoch()
+        if self._restored:
+            self._run_start = now - self._restored["train_seconds"]
+            self._epoch_start = now - self._restored["seconds_of_this_epoch"]
+            self._epoch_images = self._restored["images_of_this_epoch"]
+        else:
+            self._run_start = now
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the epoch's clock."""
         self._begin_epoch()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add the figures so far."""
+        now = time.perf_counter()
+        checkpoint["record"] = {
+            "num_epochs": self.num_epochs,
+            "train_seconds": now - self._run_start,
+            "epoch_seconds": self.epoch_seconds,
+            "num_images": self.num_images,
+            "validations": [list(figures) for figures in self.validations],
+            "seconds_of_this_epoch": now - self._epoch_start,
+            "images_of_this_epoch": self._epoch_images + self._window_images,
+        }
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Go on with them; not when a checkpoint is only tested."""
+        if trainer.state.fn == "fit" and "record" in checkpoint:
+            self._restored = record = checkpoint["record"]
+            self.num_epochs, self.train_seconds = record["num_epochs"], record["train_seconds"]
+            self.epoch_seconds, self.num_images = record["epoch_seconds"], record["num_images"]
+            self.validations = [(int(epoch), loss, accuracy) for epoch, loss, accuracy in record["validations"]]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -65,6 +97,7 @@ class RunRecord(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Add up the epoch and print its line."""
+        self.num_epochs = trainer.current_epoch + 1
         seconds = time.perf_counter() - self._epoch_start
         self.epoch_seconds += seconds
         self.num_images += self._epoch_images

@@ -1,6 +1,9 @@
-"""Checkpoints that are safe on disk before they bear their name, and the two that every run keeps."""
+"""Checkpoints: safe on disk before they bear their name, saved where nothing is half done, and read without running code."""
 
 import os
+import pickle
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,77 +11,382 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint
+
+from project.errors import RunError, UsageError
+from project.run.exit import NO_SPACE, no_space
+from project.run.signals import stop_signal
+
+
+class DamagedCheckpoint(UsageError):
+    """A checkpoint that cannot be read to its end."""
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
-    """Write a checkpoint beside its final place, flush it to the disk, then rename it.
+    """Write a checkpoint beside its final place, flush it to the disk, then rename it; read plain values alone.
 
     Lightning's own writer stages in $TMPDIR, and moving from there to another file system is a copy that can be cut off.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Save to a path on disk."""
+        """Save to a path on disk; with `storage_options={"previous": path}` the file that bore the name goes there."""
         # step 14: Lightning calls this on rank 0 alone, with names that have no prefix
-        write_durably(Path(path), lambda file: torch.save(checkpoint, file))
+        previous = (storage_options or {}).get("previous")
+        try:
+            write_durably(Path(path), lambda file: torch.save(checkpoint, file), previous)
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise RunError(no_space(error, path) + ". The checkpoints before it are whole") from error
+            raise
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint from a path on disk, whatever `weights_only` says."""
+        return read_checkpoint(path, map_location)
 
 
-def write_durably(path: Path, write: Callable[[Any], None]) -> None:
-    """Have `write` fill a temporary file in the same folder, flush it to the disk, and give it its name."""
+def write_durably(path: Path, write: Callable[[Any], None], previous: Path | None = None) -> None:
+    """Have `write` fill a temporary file in the same folder, flush it to the disk, and give it its name.
+
+    Args:
+        path: The file.
+        write: Called with the file, open for writing bytes.
+        previous: Where to keep what was at `path`; None to replace it.
+
+    Raises:
+        OSError: It could not be written; what was at `path` is still there.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
-            write(file)
+            watched = _Watched(file)
+            try:
+                write(watched)
+            except RuntimeError:  # torch's writer tells of a full disk in its own way
+                raise watched.error or RuntimeError(f"{path} could not be written") from watched.error
             file.flush()
             os.fsync(file.fileno())
+        if previous is not None and path.exists():
+            _give_second_name(path, previous)
         os.replace(temporary, path)
+        _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def best_and_last(every: int) -> tuple[ModelCheckpoint, ModelCheckpoint]:
-    """Return the callbacks that keep `best.ckpt`, by validation accuracy, and `last.ckpt`.
+class _Watched:
+    """A file that remembers why it could not be written."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _give_second_name(path: Path, second: Path) -> None:
+    """Name a file twice, so that it is never without a name; rename it where the file system knows no links."""
+    link = second.with_name(f".{second.name}.{os.getpid()}.tmp")
+    try:
+        os.link(path, link)
+    except OSError:
+        os.replace(path, second)
+    else:
+        os.replace(link, second)
+
+
+def _sync_folder(folder: Path) -> None:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # Windows opens no folders
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu", mmap: bool = False) -> dict[str, Any]:
+    """Read a checkpoint that the template, or Lightning, has written: plain values and tensors, no code.
 
     Args:
-        every: Optimizer steps from one `last.ckpt` to the next; 0 for one at the end of every epoch.
+        path: A file on disk.
+        map_location: As in `torch.load`.
+        mmap: Whether to leave the tensors on disk until they are used.
+
+    Raises:
+        UsageError: It is not there, or a URL, or no checkpoint, or would run code.
+        DamagedCheckpoint: It cannot be read to its end.
     """
-    best = ModelCheckpoint(monitor="val/accuracy", mode="max", filename="best", enable_version_counter=False)
-    return best, LastCheckpoint(every)
-
-
-def kept(callback: ModelCheckpoint) -> str | None:
-    """Return the file that one of these callbacks keeps, if it is there.
-
-    Its own `best_model_path` will not do: testing a checkpoint brings back what that was when the checkpoint was saved.
-    """
-    path = Path(callback.dirpath or "", f"{callback.filename}.ckpt")
-    return str(path) if callback.dirpath and path.exists() else None
-
-
-class LastCheckpoint(ModelCheckpoint):
-    """Keep `last.ckpt`: every so many optimizer steps, or at the end of every epoch, and always at the end of the run.
-
-    Args:
-        every: Optimizer steps from one to the next; 0 for one at the end of every epoch.
-    """
-
-    def __init__(self, every: int) -> None:
-        super().__init__(
-            filename="last",
-            every_n_train_steps=every or None,
-            every_n_epochs=None if every else 1,
-            save_on_train_epoch_end=True,
-            enable_version_counter=False,
+    if re.match(r"\w+:/", str(path)):
+        raise UsageError(
+            f"checkpoint {path} is a URL, and checkpoints are files on disk; download it yourself, if you trust it"
         )
+    if not Path(path).is_file():
+        raise UsageError(f"checkpoint {path} is not there")
+    try:
+        checkpoint = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        what = re.search(r"(?:GLOBAL|class|function) (\S+)", str(error))
+        if "Unsupported" in str(error) or what:
+            raise UsageError(
+                f"checkpoint {path} is refused: it is not plain values but would run code"
+                + (f" ({what[1]})" if what else "")
+                + "; take one from a source you trust"
+            ) from error
+        raise DamagedCheckpoint(f"checkpoint {path} is damaged ({_first_line(error)})") from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"checkpoint {path} is damaged ({_first_line(error)})") from error
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
+        raise UsageError(
+            f"checkpoint {path} is none: it holds no state_dict under that name; weights alone cannot be continued"
+        )
+    if _mentions(checkpoint, "_instantiator"):  # Lightning before 2.6.6 imports and calls what it names
+        raise UsageError(
+            f"checkpoint {path} is refused: its _instantiator names code to run; take one from a source you trust"
+        )
+    return checkpoint
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _mentions(value: Any, key: str) -> bool:
+    if isinstance(value, dict):
+        return key in value or any(_mentions(part, key) for part in value.values())
+    return isinstance(value, list | tuple) and any(_mentions(part, key) for part in value)
+
+
+class RunCheckpoints(Checkpoint):
+    """Keep `best.ckpt`, by validation accuracy, `last.ckpt`, and `previous.ckpt` in case the last is damaged.
+
+    They are saved where nothing is half done: before a batch, before an epoch, or at the end. Lightning's counters are
+    rewritten to say just that; its own ways to continue lose a validation, or the schedule's last advance, when a
+    checkpoint is saved elsewhere. Signals stop the run at the same places.
+
+    Args:
+        every: Optimizer steps from one `last.ckpt` to the next, besides the one at the end of every epoch; 0 for that alone.
+        config: The run's configuration as YAML, to go into every checkpoint.
+        warnings: What the run has warned of so far; the same goes into every checkpoint.
+    """
+
+    monitor = "val/accuracy"
+
+    def __init__(self, every: int, config: str = "", warnings: list[str] | None = None) -> None:
         self.every = every
+        self.config = config
+        self.warnings = [] if warnings is None else warnings
+        self.dirpath: str | None = None  # set once the run directory is known
+        self.best_score: float | None = None
+        self.best_step: int | None = None  # optimizer steps done at that validation
+        self.resumed_from: str | None = None  # the checkpoint that this run continues
+        self.in_place = True  # whether it does so in the same run directory
+        self._metrics: dict[str, float] = {}  # what was logged last before a resumed run stopped
+        self._improved = False
+        self._last_saved = 0
+        self._validated = False  # since the last boundary
+        self._place = ""  # of the save going on; empty for one that a callback of the user's makes
+        self._stopped_early = False
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint; empty where there is none."""
+        return self._path("best") if self.best_step is not None and not self._improved and self.dirpath else ""
+
+    @property
+    def last_model_path(self) -> str:
+        """The most recent checkpoint; empty where there is none."""
+        return self._path("last") if self._last_saved and self.dirpath else ""
+
+    def _path(self, name: str) -> str:
+        return str(Path(self.dirpath or "", f"{name}.ckpt"))
+
+    # ---- when
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Listen to the other ranks; bring the network into the run's precision before a checkpoint's weights come in."""
+        stop_signal.join(trainer.global_rank, trainer.world_size)
+        trainer.precision_plugin.convert_module(pl_module)  # Lightning does so later, when float64 would have been cut
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the best checkpoint of the history that this run continues."""
+        if self.resumed_from is not None:
+            self._bring_best(trainer, Path(self.resumed_from))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """From here on a signal saves first."""
+        self._last_saved = trainer.global_step if self.in_place else 0
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self._metrics.items()})
+        trainer.should_stop = trainer.should_stop or self._stopped_early
+        stop_signal.begin_training()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Save after every so many steps, and where a signal wants the run to stop."""
+        _is_under_way(trainer)
+        # Before an epoch's first batch its start has had its turn; between the batches of one step gradients are pending.
+        if batch_idx > 0 and batch_idx % trainer.accumulate_grad_batches == 0:
+            self._boundary(trainer, "batch", self.every > 0 and trainer.global_step % self.every == 0)
+        self._validated = False
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the epoch before."""
+        self._boundary(trainer, "epoch", True)
+        self._validated = False
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A run that begins with a validation is under way too."""
+        _is_under_way(trainer)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Stop in the middle of a validation, which is then done from its beginning."""
+        batches = trainer.fit_loop.epoch_loop.batch_progress
+        pending = batches.current.ready % trainer.accumulate_grad_batches and not batches.is_last_batch
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and not pending:
+            self._boundary(trainer, "validation", False)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare."""
+        score = trainer.callback_metrics.get(self.monitor)
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._validated = True
+            if score is not None and (self.best_score is None or float(score) > self.best_score):
+                self.best_score, self.best_step, self._improved = float(score), trainer.global_step, True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the steps since the last time; without `every` the end of the epoch has."""
-        if self.every and trainer.global_step % self.every:
-            assert self.dirpath is not None
-            self.best_model_path = str(Path(self.dirpath) / "last.ckpt")
-            trainer.save_checkpoint(self.best_model_path)
+        """Save the end."""
+        self._stopped_early = trainer.should_stop
+        if trainer.global_step > 0:
+            self._save(trainer, "end")
+        stop_signal.end_training()
+
+    def _boundary(self, trainer: Trainer, place: str, due: bool) -> None:
+        stop = not stop_signal.passes()
+        new = trainer.global_step != self._last_saved
+        if (new and (stop or due)) or (self._improved and place != "validation"):
+            self._save(trainer, place)
+        if stop:
+            stopped = stop_signal.stopped()
+            if trainer.is_global_zero:
+                saved = self._path("last") if self._last_saved else "nothing"
+                print(f"{stopped}: stopped after step {trainer.global_step}, saved {saved}; --resume continues", flush=True)
+            raise stopped
+
+    # ---- what
+
+    def _save(self, trainer: Trainer, place: str) -> None:
+        if trainer.fast_dev_run or self.dirpath is None or trainer.global_step == 0:
+            return
+        for logger in trainer.loggers:
+            logger.save()  # whatever was logged before a checkpoint is on disk before it
+        self._place = place
+        options = {"previous": Path(self._path("previous"))} if self._last_saved != trainer.global_step else None
+        trainer.save_checkpoint(self._path("last"), storage_options=options)
+        if self._improved:
+            trainer.save_checkpoint(self._path("best"))
+            self._improved = False
+        self._place = ""
+        self._last_saved = trainer.global_step
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add what a run needs to be continued."""
+        checkpoint["run"] = {
+            "config": self.config,
+            "warnings": list(self.warnings),
+            "best_score": self.best_score,
+            "best_step": self.best_step,
+            "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
+            "stopped_early": self._place == "end" and self._stopped_early,
+        }
+        if self._place:
+            _nothing_half_done(checkpoint["loops"]["fit_loop"], self._place, self._validated, trainer)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take over what the run knew; not when a checkpoint is only tested."""
+        if trainer.state.fn == "fit":
+            run = checkpoint.get("run", {})
+            self.best_score, self.best_step = run.get("best_score"), run.get("best_step")
+            self._stopped_early = run.get("stopped_early", False)
+            self._metrics = run.get("metrics", {})
+            self._last_saved = checkpoint["global_step"]
+
+    def _bring_best(self, trainer: Trainer, source: Path) -> None:
+        """Have the best checkpoint so far as `best.ckpt`: it may be elsewhere, or from steps that are now done again."""
+        found = False
+        if trainer.is_global_zero and self.best_step is not None and self.dirpath is not None:
+            best = Path(self._path("best"))
+            for candidate in (source, source.with_name("best.ckpt")):
+                if candidate.is_file() and _step_of(candidate) == self.best_step:
+                    if not (best.exists() and best.samefile(candidate)):
+                        with open(candidate, "rb") as file:
+                            write_durably(best, lambda copy: shutil.copyfileobj(file, copy))
+                    found = True
+                    break
+        if not trainer.strategy.broadcast(found):
+            self.best_score = self.best_step = None  # the next validation is the best
+
+
+def _is_under_way(trainer: Trainer) -> None:
+    """Have Lightning advance a schedule that watches a metric at the end of the epoch in which a run was continued, too.
+
+    It leaves that out while it counts as restarting, until the epoch's very end. There is no public way to say otherwise.
+    """
+    trainer.fit_loop._restarting = False
+
+
+def _step_of(path: Path) -> int | None:
+    try:
+        return read_checkpoint(path, mmap=True).get("global_step")
+    except DamagedCheckpoint:
+        return None
+
+
+def _nothing_half_done(loops: dict[str, Any], place: str, validated: bool, trainer: Trainer) -> None:
+    """Rewrite Lightning's counters for a checkpoint saved at one of our places. Tests hold it to Lightning's behaviour.
+
+    Args:
+        loops: The fit loop's state, as it goes into the checkpoint; changed in place.
+        place: "batch", before a batch; "epoch", before an epoch; "validation", in a validation that must be done again; or
+            "end", after the last step.
+        validated: Whether a validation ended after the last batch.
+        trainer: The trainer.
+    """
+    epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
+    steps_taken = loops["epoch_loop.state_dict"]
+    inside = place in ("batch", "validation")
+    if place == "end" and 0 < batches["current"]["ready"] < trainer.num_training_batches:  # max_steps ended it
+        inside = True
+        for counters in (epochs["total"], epochs["current"]):
+            counters["processed"] -= 1
+            counters["completed"] -= 1
+    for counters in (batches["total"], batches["current"]):
+        counters["ready"] = counters["started"] = counters["processed"] = counters["completed"]
+    if not inside:
+        for counters in (epochs["total"], epochs["current"]):
+            counters["ready"] = counters["started"] = counters["processed"]
+            counters["completed"] = counters["processed"]
+        optimizer = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+        for progress in (batches, loops["epoch_loop.scheduler_progress"], optimizer["step"], optimizer["zero_grad"]):
+            progress["current"] = dict.fromkeys(progress["current"], 0)
+    nothing = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
+    validation = loops["epoch_loop.val_loop.batch_progress"]
+    validation |= {"total": dict(nothing), "current": dict(nothing), "is_last_batch": False}
+    if place == "validation":
+        validation["total"] |= {"ready": 1, "started": 1}  # one begun and not done: Lightning validates first
+    else:
+        batches["is_last_batch"] = False
+        if (inside and validated) or (not inside and trainer.max_steps != -1):
+            steps_taken["_batches_that_stepped"] -= 1  # Lightning will add it again, in passing over the validation
 
 
 class SaveWeights(Callback):

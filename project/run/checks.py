@@ -54,6 +54,12 @@ class Hardware:
         """Processes, over all machines."""
         return 1 if self.strategy in ("dp", "single_device") else self.num_replicas
 
+    @property
+    def is_launched(self) -> bool:
+        """Whether it takes several processes that each run the command; others start theirs from within."""
+        from_within = ("spawn", "fork", "notebook", "xla")
+        return self.world_size > 1 and not any(word in self.strategy for word in from_within)
+
 
 def check_hardware(accelerator: str, devices: int | str | list[int], strategy: str, num_nodes: int) -> Hardware:
     """Return what the hardware flags come to.

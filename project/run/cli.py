@@ -1,9 +1,13 @@
 """The command line: LightningCLI, with short flags, one-line errors, and everything a run writes."""
 
+import os
 import re
 import sys
+import tempfile
+import warnings
 from collections.abc import Iterable, Sequence
 from inspect import signature
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
@@ -16,11 +20,14 @@ from lightning.pytorch.utilities import rank_zero_only
 from project.data.datamodule import uneven_batch
 from project.errors import UsageError
 from project.run.callbacks import RunRecord
-from project.run.checkpoints import DurableCheckpointIO, best_and_last
+from project.run.checkpoints import DurableCheckpointIO, RunCheckpoints
 from project.run.checks import Hardware, check_hardware, nearest
+from project.run.launch import launch, launched_from_outside
 from project.run.notices import Notices
-from project.run.outputs import RunDirectory, RunLogger, SaveConfig
+from project.run.outputs import RunDirectory, RunLogger, SaveConfig, expanded, newest_run, restarted_job
 from project.run.plan import ShowShapes, blank_batch, lacking, plan
+from project.run.resume import Continuation, check_same, from_path, in_directory
+from project.run.signals import stop_signal
 from project.run.summary import closing_lines, num_replicas, summarise, write_summary
 
 # Flag, the setting it stands for, and what it does in plain words. `--devices 2` and `--trainer.devices 2` are the same.
@@ -40,10 +47,15 @@ SHORT_FLAGS = {
     "lr": ("model.optimizer.lr", "the optimizer's learning rate; with OneCycle, the highest"),
     "lr_scheduler": ("model.lr_scheduler", "the learning-rate schedule, such as OneCycle; null for a constant rate"),
 }
-OWN_FLAGS: dict[str, tuple[type, Any, str]] = {
+OWN_FLAGS: dict[str, tuple[Any, Any, str]] = {
     "name": (str, "default", "what the run is called: it writes to <log_dir>/<name>/version_<n>"),
     "log_dir": (str, "logs", "the folder of all runs"),
     "checkpoint_every": (int, 0, "optimizer steps from one last.ckpt to the next; 0 saves at the end of every epoch"),
+    "resume": (
+        bool | str,
+        False,
+        "go on with the newest run of this name where it stopped, or with a run directory; a checkpoint begins a new run",
+    ),
     "explain": (bool, False, "say what the command would do, show one forward pass, and train nothing"),
 }
 
@@ -60,7 +72,11 @@ class FlagParser(LightningArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
         """Parse after spelling the short flags out."""
         given = sys.argv[1:] if args is None else args
-        return super().parse_args([self._long_form(arg) for arg in given], *more, **kwargs)
+        spelt_out = [self._long_form(arg) for arg in given]
+        for place, arg in enumerate(spelt_out):
+            if arg == "--resume" and (place + 1 == len(spelt_out) or spelt_out[place + 1].startswith("-")):
+                spelt_out[place] = "--resume=true"
+        return super().parse_args(spelt_out, *more, **kwargs)
 
     def format_help(self, *args: Any) -> str:
         """Put the short flags first."""
@@ -126,6 +142,9 @@ class TrainCLI(LightningCLI):
         datamodule_class: type[LightningDataModule],
         args: Sequence[str] | None = None,
     ) -> None:
+        self._launches = args is None and not launched_from_outside()
+        if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
+            stop_signal.join(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         self.notices = Notices()
         self.notices.install()
         self.record = RunRecord()
@@ -165,13 +184,37 @@ class TrainCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, and check the seed, which is used before anything else."""
-        super().parse_arguments(parser, args)
+        self.config = parser.parse_args(args)
+        self.continuation = self._find_continuation()
+        if self.continuation.config:  # what the command line does not say is as it was
+            given = sys.argv[1:] if args is None else args
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder, "config.yaml")
+                file.write_text(self.continuation.config)
+                self.config = parser.parse_args(["--config", str(file), *given])
+            self.config.pop("config", None)
+            if self.continuation.checkpoint is not None:
+                flags = {setting: flag for flag, (setting, _) in SHORT_FLAGS.items()}
+                now = parser.dump(self.config, skip_unset=False)
+                check_same(self.continuation.config, now, self.continuation.checkpoint, flags)
         seed = self.config.seed_everything
         if isinstance(seed, bool) or not 0 <= seed < 2**32:
             raise UsageError(f"--seed {seed} must be a whole number from 0 to {2**32 - 1}")
 
+    def _find_continuation(self) -> Continuation:
+        """Return what to go on from."""
+        config, job = self.config, restarted_job()
+        if isinstance(config.resume, str):
+            found = from_path(expanded(config.resume))
+        elif config.resume or job:
+            run = newest_run(config.log_dir, config.name, None if config.resume else job)
+            found = in_directory(run) if run is not None else Continuation(None, None)
+        else:
+            found = Continuation(None, None)
+        return found
+
     def before_instantiate_classes(self) -> None:
-        """Check the hardware flags before anything is built."""
+        """Check the hardware flags before anything is built; where they want several processes, start them, and end."""
         trainer = self.config.trainer
         if self.config.checkpoint_every < 0:
             raise UsageError(f"--checkpoint_every {self.config.checkpoint_every} must be at least 0")
@@ -197,6 +240,9 @@ class TrainCLI(LightningCLI):
             if batch_size > 0 and batch_size % hardware.world_size:
                 raise UsageError(uneven_batch(batch_size, hardware.world_size))
             self.hardware = hardware
+            if self._launches and by_name and hardware.is_launched and not self.config.explain:
+                more = [f"--resume={self.continuation.run}"] if self.continuation.run else []
+                sys.exit(launch(len(hardware.devices), hardware.num_nodes, more))
 
     def instantiate_classes(self) -> None:
         """Build everything; a value that a constructor refuses is the user's to mend."""
@@ -209,23 +255,45 @@ class TrainCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer, with the run directory, its logger, checkpoints and record."""
-        self.run_directory = RunDirectory(self.config.log_dir, self.config.name)
-        self.save_config_kwargs = {"run": self.run_directory}
+        self.run_directory = self._run_directory()
+        self.save_config_kwargs = {"run": self.run_directory, "first_step": self.continuation.step}
         if self.config.explain:
             return self._instantiate_for_one_forward_pass()
         config = self.config_init.trainer
         if config.logger is None or config.logger is True:
             kwargs["logger"] = RunLogger(self.run_directory)
-        self.best, self.last = best_and_last(self.config.checkpoint_every)
+        self.checkpoints = RunCheckpoints(self.config.checkpoint_every, warnings=self.notices.messages)
+        self.checkpoints.resumed_from = self.resume_from
+        self.checkpoints.in_place = self.continuation.run is not None
         kwargs["callbacks"] = [*_as_list(config.callbacks), self.record]
         if config.enable_checkpointing is not False:
-            kwargs["callbacks"] += [self.best, self.last]
+            kwargs["callbacks"].append(self.checkpoints)
+        self._say_what_it_resumes()
         kwargs["plugins"] = [*_as_list(config.plugins), DurableCheckpointIO()]
         if config.enable_progress_bar is None:
             kwargs["enable_progress_bar"] = sys.stdout.isatty()
         if config.default_root_dir is None:
             kwargs["default_root_dir"] = self.config.log_dir
         return self._instantiate(**kwargs)
+
+    def _run_directory(self) -> RunDirectory:
+        run, config = self.continuation.run, self.config
+        if run is not None:
+            config.log_dir, config.name = str(run.parent.parent), run.parent.name
+        return RunDirectory(config.log_dir, config.name, run)
+
+    def _say_what_it_resumes(self) -> None:
+        found = self.continuation
+        for text in found.damaged:
+            warnings.warn(text, stacklevel=2)
+        if rank_zero_only.rank:
+            return
+        if found.checkpoint is not None:
+            print(f"resume: from step {found.step}, {found.checkpoint}", flush=True)
+        elif found.run is not None:
+            print(f"resume: {found.run} has no checkpoint yet, so from its first step", flush=True)
+        elif self.config.resume:
+            print(f"resume: no run {self.config.name} in {self.config.log_dir} yet, so this is a new one", flush=True)
 
     def _instantiate(self, **kwargs: Any) -> Trainer:
         try:
@@ -252,8 +320,8 @@ class TrainCLI(LightningCLI):
         assert self.hardware is not None
         first = rank_zero_only.rank == 0
         if first:
-            run = RunDirectory(self.config.log_dir, self.config.name)
-            print("\n".join(plan(self.config, self.hardware, self.model, self.datamodule, run, sys.argv)), flush=True)
+            print("\n".join(plan(self.config, self.hardware, self.model, self.datamodule, self.run_directory, sys.argv)))
+            sys.stdout.flush()
         if lacking(self.hardware):
             if first:
                 print("No forward pass, which this machine could not make.")
@@ -266,14 +334,19 @@ class TrainCLI(LightningCLI):
         self.leave()
 
     @property
+    def resume_from(self) -> str | None:
+        """The checkpoint to continue, if there is one."""
+        return str(self.continuation.checkpoint) if self.continuation.checkpoint is not None else None
+
+    @property
     def best_checkpoint(self) -> str | None:
         """The checkpoint to test: the best, the last where nothing was validated, or none where none was kept."""
-        return self.best.best_model_path or self.last.best_model_path or None
+        return self.checkpoints.best_model_path or self.checkpoints.last_model_path or None
 
     def summarise(self) -> None:
         """Write `summary.json`, the HPARAMS row and the closing lines, on rank 0, and leave the process group."""
         if self.trainer.is_global_zero:
-            summary = summarise(self.trainer, self.record, self.best, self.last, self.notices.messages)
+            summary = summarise(self.trainer, self.record, self.checkpoints, self.notices.messages)
             write_summary(summary, self.run_directory.path)
             self._write_hparams(summary)
             print("\n".join(closing_lines(summary, num_replicas(self.trainer), self.run_directory)), flush=True)

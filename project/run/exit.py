@@ -1,48 +1,84 @@
-"""Exit codes: 0 done, 2 the user's mistake in one line, 1 a failure with its traceback."""
+"""How a script ends: 0 done, 1 a failure, 2 the user's mistake, 130 and 143 stopped by a signal and saved."""
 
+import errno
+import json
 import os
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
-from project.errors import UsageError
+from project.errors import RunError, UsageError
+from project.run.signals import Stopped, stop_signal
 
-_cleanups: list[Callable[[], None]] = []
-
-
-def before_exit_2(cleanup: Callable[[], None]) -> None:
-    """Have rank 0 call a function before it ends with exit code 2."""
-    _cleanups.append(cleanup)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+LAUNCHED_BY_US = "PROJECT_LAUNCHER"  # in the environment of a rank that project.run.launch has started
 
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turn a `UsageError` into one line on stderr and exit code 2; let everything else pass."""
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or 0)
+    """End the process with the right code and words, whatever happens inside.
+
+    A rank that was launched leaves an account in TORCHELASTIC_ERROR_FILE, as torchrun expects it, so that the launcher
+    can say which rank failed first. Under our own launcher that is all it says; otherwise it prints it too.
+    """
+    stop_signal.install()
     try:
         yield
-    except UsageError as error:
-        if rank and _rank_zero_ended(10):
-            sys.exit(2)  # it has met the same, and said so
-        print(f"error on rank {rank}: {error}" if rank else f"error: {error}", file=sys.stderr, flush=True)
-        if rank:
-            sys.exit(2)
-        for cleanup in _cleanups:
-            cleanup()
-        sys.stdout.flush()
-        os._exit(2)  # at once: Lightning's watcher of the processes just ended would take their end for a crash
+        stop_signal.done()
+    except Stopped as stopped:
+        _end(stopped.code)
+    except (UsageError, RunError) as error:
+        _fail(2 if isinstance(error, UsageError) else 1, f"error: {error}")
+    except SystemExit as error:
+        if error.code or not _launched():
+            raise
+        _fail(1, f"it left before the end, with exit code 0\n{traceback.format_exc()}")
+    except OSError as error:
+        _fail(1, f"error: {no_space(error)}" if error.errno in NO_SPACE else traceback.format_exc())
     except Exception:
-        if rank and _rank_zero_ended(2):
-            sys.exit(1)  # it has said what was wrong; this process only misses it
-        raise
+        _fail(1, traceback.format_exc())
 
 
-def _rank_zero_ended(seconds: float) -> bool:
-    """Wait for the process that started this one, rank 0 under Lightning's launcher, to end."""
-    parent, deadline = os.getppid(), time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if os.getppid() != parent:
-            return True
-        time.sleep(0.1)
-    return False
+def no_space(error: OSError, path: str | os.PathLike[str] | None = None) -> str:
+    """Say in one line that a file could not be written for want of space.
+
+    Args:
+        error: What the operating system said.
+        path: The file, where the error does not name it.
+    """
+    name = os.path.abspath(path or error.filename or os.getcwd())
+    folder = name
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    free = shutil.disk_usage(folder).free / 2**20
+    return f"{name} could not be written: {error.strerror}; {free:,.1f} MiB are free in {folder}"
+
+
+def _launched() -> bool:
+    return "TORCHELASTIC_ERROR_FILE" in os.environ
+
+
+def _fail(code: int, words: str) -> NoReturn:
+    """Tell the launcher, where there is one, and the user; then end."""
+    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or 0)
+    if _launched():
+        message = {"message": words, "extraInfo": {"py_callstack": words, "timestamp": str(int(time.time()))}}
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+            json.dump({"message": message}, file)
+    if LAUNCHED_BY_US not in os.environ:
+        if rank and words.startswith("error"):
+            time.sleep(2)  # rank 0 has met the same, most likely, and its end will be this process's too
+        where = f"on rank {rank}: " if rank else ""
+        print(words.replace("error: ", f"error {where}", 1) if rank else words, file=sys.stderr)
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    """End at once: what waits for other ranks, which may be gone, must not keep this process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

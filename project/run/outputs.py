@@ -2,10 +2,11 @@
 
 import os
 import shutil
-import signal
+import socket
 from pathlib import Path
 from typing import Any
 
+from filelock import BaseFileLock, FileLock, Timeout
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
@@ -13,44 +14,58 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from project.errors import UsageError
-from project.run.exit import before_exit_2
+from project.run.checkpoints import RunCheckpoints, write_durably
+from project.run.exit import LAUNCHED_BY_US
+from project.run.resume import purge
+
+JOB_FILE = ".job"  # in a run directory: which job of torchrun or Slurm made it
 
 
 class RunDirectory:
-    """`<log_dir>/<name>/version_<n>`, made by rank 0 when it is first asked for; no two runs ever share one.
+    """`<log_dir>/<name>/version_<n>`, made, or taken up again, by rank 0 when it is first asked for.
+
+    No two runs ever write to one: rank 0 locks it until its process ends.
 
     Args:
         log_dir: Folder of all runs.
         name: Name of the experiment.
+        continued: The directory of an earlier run to go on in; None for a new one.
     """
 
-    def __init__(self, log_dir: str, name: str) -> None:
-        self.log_dir = Path(os.path.expandvars(log_dir)).expanduser()  # as Lightning's logger does
+    def __init__(self, log_dir: str, name: str, continued: Path | None = None) -> None:
+        self.log_dir = expanded(log_dir)
         self.name = name
+        self.continued = continued
+        self.earlier_events: list[Path] = []  # TensorBoard's files of the run that is continued
         self._path: Path | None = None
+        self._lock: BaseFileLock | None = None
 
     @property
     def path(self) -> Path:
         """The run directory; other ranks know it once `share` has run."""
         if self._path is None:
             if rank_zero_only.rank != 0:
-                return self.log_dir / self.name
-            self._path = self._make()
+                return self.continued or self.log_dir / self.name
+            self._path = self._make() if self.continued is None else self._take_up(self.continued)
         return self._path
 
     def planned(self) -> Path:
         """Return what the directory would be called if it were made now."""
-        return self.log_dir / self.name / f"version_{self._next()}"
+        return self.continued or self.log_dir / self.name / f"version_{self._next()}"
 
     def share(self, trainer: Trainer) -> None:
         """Tell all ranks the directory that rank 0 made."""
         self._path = trainer.strategy.broadcast(self.path)
 
     def remove(self) -> None:
-        """Remove the directory, if it was made."""
-        if self._path is not None:
+        """Remove the directory, if this run has made it."""
+        if self._path is not None and self.continued is None:
             shutil.rmtree(self._path, ignore_errors=True)
             self._path = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the lock with this process; a spawned one goes without."""
+        return {**vars(self), "_lock": None}
 
     def _make(self) -> Path:
         experiment = self.log_dir / self.name
@@ -66,19 +81,78 @@ class RunDirectory:
             except FileExistsError:
                 number += 1
             else:
-                return path
+                break
+        self._hold(path)
+        if key := job_key():
+            (path / JOB_FILE).write_text(key)
+        return path
+
+    def _take_up(self, path: Path) -> Path:
+        self._hold(path)
+        for left_over in path.rglob(".*.tmp"):  # of a writer that was killed
+            left_over.unlink()
+        self.earlier_events = sorted(path.glob("events.out.tfevents.*"))
+        return path
+
+    def _hold(self, path: Path) -> None:
+        self._lock = FileLock(path / ".lock")
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise UsageError(f"--resume: {path} is still being written by another process; end that one first") from error
 
     def _next(self) -> int:
-        taken = [path.name.removeprefix("version_") for path in (self.log_dir / self.name).glob("version_*")]
-        return max((int(text) for text in taken if text.isdecimal()), default=-1) + 1
+        return max(versions_of(self.log_dir / self.name), default=-1) + 1
+
+
+def expanded(folder: str) -> Path:
+    """Return a folder with the user's home and environment variables filled in, as Lightning's logger does."""
+    return Path(os.path.expandvars(folder)).expanduser()
+
+
+def versions_of(experiment: Path) -> list[int]:
+    """Return the numbers of an experiment's run directories, in order."""
+    names = (path.name.removeprefix("version_") for path in experiment.glob("version_*"))
+    return sorted(int(text) for text in names if text.isdecimal())
+
+
+def newest_run(log_dir: str, name: str, job: str | None = None) -> Path | None:
+    """Return the directory of an experiment's newest run, or of the newest that a job has made; None for no such run."""
+    experiment = expanded(log_dir) / name
+    for number in reversed(versions_of(experiment)):
+        path = experiment / f"version_{number}"
+        if job is None or ((path / JOB_FILE).exists() and (path / JOB_FILE).read_text() == job):
+            return path
+    return None
+
+
+def restarted_job() -> str | None:
+    """Return this job's key where torchrun or Slurm has started it again; None otherwise."""
+    again = any(int(os.environ.get(name) or 0) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return job_key() if again else None
+
+
+def job_key() -> str | None:
+    """Return what torchrun or Slurm call this job, the same after a restart; None for a command of its own."""
+    if "SLURM_JOB_ID" in os.environ and "SLURM_PROCID" in os.environ:
+        return f"slurm {os.environ.get('SLURM_ARRAY_JOB_ID', '')} {os.environ['SLURM_JOB_ID']}"
+    if "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHED_BY_US not in os.environ:
+        run_id = os.environ["TORCHELASTIC_RUN_ID"]
+        return f"torchrun {run_id}" if run_id != "none" else f"torchrun {socket.gethostname()} {os.getppid()}"
+    return None
 
 
 class RunLogger(TensorBoardLogger):
     """Lightning's TensorBoard logger, writing into the run directory."""
 
     def __init__(self, run: RunDirectory) -> None:
-        super().__init__(str(run.log_dir), name=run.name, default_hp_metric=False)
+        super().__init__(str(run.log_dir), name=run.name, default_hp_metric=False, flush_secs=10)
         self.run = run
+
+    @property
+    def log_dir(self) -> str:
+        """The run directory."""
+        return str(self.run.path)
 
     @property
     def version(self) -> str:
@@ -95,33 +169,45 @@ class SaveConfig(SaveConfigCallback):
 
     Args:
         run: The run directory.
+        first_step: The optimizer step that this process begins with, counted from 0.
         args: As for Lightning's own callback.
         kwargs: As for Lightning's own callback.
     """
 
-    def __init__(self, *args: Any, run: RunDirectory, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, run: RunDirectory, first_step: int = 0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs, save_to_log_dir=False)
         self.run = run
+        self.first_step = first_step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Run before anything is written; Lightning sets checkpoint callbacks up after all others."""
         self.run.share(trainer)
         for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+            if isinstance(callback, ModelCheckpoint | RunCheckpoints) and callback.dirpath is None:
                 callback.dirpath = str(self.run.path / "checkpoints")
+            if isinstance(callback, RunCheckpoints):
+                callback.config = self._as_yaml(trainer)
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the whole configuration, "auto" resolved, so that `--config` with it repeats the run."""
+        text = self._as_yaml(trainer).encode()
+        write_durably(self.run.path / self.config_filename, lambda file: file.write(text))
+
+    def _as_yaml(self, trainer: Trainer) -> str:
         config = self.config.clone()
+        config.resume = config.explain = False  # they are this command's, not the run's
         if "source" in config.data:
             config.data.source = trainer.datamodule.resolved_source  # type: ignore[attr-defined]
-        self.parser.save(config, self.run.path / self.config_filename, skip_unset=False)
+        return self.parser.dump(config, skip_unset=False)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the points of steps that are now done again out of TensorBoard's files."""
+        if trainer.is_global_zero:
+            for path in self.run.earlier_events:
+                purge(path, self.first_step)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Take back the directory of a run that the user's mistake ended before its first step, and its processes."""
+        """Take back the directory of a run that the user's mistake ended before its first step."""
         if isinstance(exception, UsageError) and trainer.is_global_zero and trainer.global_step == 0:
             self.run.remove()
-            launcher = trainer.strategy.launcher
-            if launcher is not None:
-                before_exit_2(lambda: launcher.kill(signal.SIGKILL))

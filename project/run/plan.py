@@ -195,7 +195,7 @@ def _in_words(size: dict[str, int], untried: str, hardware: Hardware) -> str:
 def _launch(hardware: Hardware, command: list[str]) -> list[str]:
     if hardware.world_size == 1:
         return ["It needs no launcher: it is one process."]
-    if hardware.strategy.endswith(("spawn", "fork", "notebook")):
+    if not hardware.is_launched:
         return ["It starts its processes from within, not by a launcher."]
     number, machines = len(hardware.devices), hardware.num_nodes
     if machines == 1:

@@ -54,7 +54,7 @@ class Replaced:
 
 STRATEGIES = "lightning.pytorch.strategies"
 TABLE = (
-    Replaced(DDP, 1, "torchrun --nproc_per_node=2 ...", f"{STRATEGIES}.DDPStrategy.launcher"),
+    Replaced(DDP, 1, "torchrun --nproc_per_node=2 ...", "project.run.launch.launch"),
     Replaced(DEVICES, 2, "CUDA_VISIBLE_DEVICES", "lightning.pytorch.accelerators.CUDAAccelerator.parse_devices"),
     Replaced(GPU, 3, "torch.cuda.is_available()", "project.run.checks.check_accelerator"),
     Replaced(DDP, 4, 'dist.init_process_group("nccl" ...)', f"{STRATEGIES}.DDPStrategy.setup_environment"),

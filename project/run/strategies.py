@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from project.errors import UsageError
+from project.model.dropout import Dropout
 
 
 class DataParallelStrategy(SingleDeviceStrategy):
@@ -157,18 +158,23 @@ class _ParallelForward(nn.DataParallel[_Replica]):
         kind = self.src_device_obj.type
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         mistakes: list[UsageError] = []
-        for replica, index in zip(replicas, self.device_ids, strict=False):
+        before = 0  # images of the replicas before this one
+        for replica, index, arguments in zip(replicas, self.device_ids, inputs, strict=False):
             # A thread begins with autocast's default type, float16, whatever --precision says, and without inference mode.
             replica.contexts = [torch.autocast(kind, dtype, enabled)]
             if torch.is_inference_mode_enabled():
                 replica.contexts.append(torch.inference_mode())
             replica.mistakes = mistakes
+            part = len(arguments[0]) if arguments and isinstance(arguments[0], torch.Tensor) else 0
             for module in replica.modules():
+                if isinstance(module, Dropout):
+                    module.rows = slice(before, before + part)
                 if isinstance(module, LightningModule):  # `self.device` has no setter
                     module._device = torch.device(kind, index)
                 if getattr(module, "_compiled_call_impl", None) is not None:  # it would call the original, not this copy
                     module._compiled_call_impl = None
                     warnings.warn("--strategy dp runs a compiled network uncompiled; ddp runs it compiled", stacklevel=2)
+            before += part
         try:
             return super().parallel_apply(replicas, inputs, kwargs)
         except UsageError as error:  # torch has put the replica's traceback into its text

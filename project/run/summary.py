@@ -9,11 +9,10 @@ import lightning
 import torch
 import torchmetrics
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from project.run.callbacks import RunRecord
-from project.run.checkpoints import kept, write_durably
+from project.run.checkpoints import RunCheckpoints, write_durably
 from project.run.outputs import RunDirectory
 
 
@@ -30,9 +29,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def summarise(
-    trainer: Trainer, record: RunRecord, best: ModelCheckpoint, last: ModelCheckpoint, warnings: list[str]
-) -> dict[str, Any]:
+def summarise(trainer: Trainer, record: RunRecord, checkpoints: RunCheckpoints, warnings: list[str]) -> dict[str, Any]:
     """Return the figures of a finished run, in the order in which `summary.json` lists them.
 
     Accuracies are shares of 1; losses are mean cross-entropies; `images_per_second` counts training images over all
@@ -53,7 +50,7 @@ def summarise(
         "global_batch_size": data.batch_size,
         "device_batch_size": -(-data.batch_size // num_replicas(trainer)),
         "optimizer_steps": trainer.global_step,
-        "epochs": trainer.current_epoch,
+        "epochs": record.num_epochs,
         "train_seconds": round(record.train_seconds, 3),
         "images_per_second": round(record.num_images / record.epoch_seconds, 1) if record.epoch_seconds else None,
         "val_loss": _rounded(val_loss),
@@ -61,8 +58,8 @@ def summarise(
         "test_loss": _rounded(figures.get("test/loss")),
         "test_accuracy": _rounded(figures.get("test/accuracy")),
         "best_epoch": best_epoch,
-        "best_checkpoint": kept(best),
-        "last_checkpoint": kept(last),
+        "best_checkpoint": _kept(checkpoints.best_model_path),
+        "last_checkpoint": _kept(checkpoints.last_model_path),
         "versions": versions(),
         "warnings": warnings,
     }
@@ -71,6 +68,10 @@ def summarise(
 def num_replicas(trainer: Trainer) -> int:
     """Return how many devices compute: the processes, or, with dp, the GPUs of one."""
     return getattr(trainer.strategy, "num_replicas", trainer.world_size)
+
+
+def _kept(path: str) -> str | None:
+    return path if path and Path(path).exists() else None
 
 
 def _rounded(figure: float | None) -> float | None:

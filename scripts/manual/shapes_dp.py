@@ -24,7 +24,8 @@ class Model(nn.Module):
     def forward(self, vectors):
         """Map vectors (B, 5) to (B, 2)."""
         output = self.fc(vectors)
-        print(f"In model: input {list(vectors.shape)} output {list(output.shape)} on {vectors.device}", flush=True)
+        shapes = f"input {list(vectors.shape)} output {list(output.shape)}"
+        print(f"In model: {shapes} on {vectors.device}\n", end="", flush=True)  # one write: lines of two replicas do not mix
         return output
 
 

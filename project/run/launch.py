@@ -1,0 +1,189 @@
+"""A process for each device: the launcher that `--strategy ddp` starts them with, as torchrun would.
+
+Every rank runs the same command, with torchrun's environment. The launcher computes nothing. It passes signals on, and
+when a rank fails it ends the others and prints what the first one had to say, last of all.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning.fabric.plugins.environments import LSFEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from torch.distributed import DistNetworkError, TCPStore
+
+from project.errors import UsageError
+from project.run.exit import LAUNCHED_BY_US
+from project.run.signals import NAMES, SECONDS_TO_SAVE, stop_signal
+
+SECONDS_TO_FOLLOW = 5  # that the other ranks have to end by themselves when one has failed
+
+
+@dataclass
+class Rank:
+    """One process.
+
+    Attributes:
+        number: Its rank.
+        process: The process.
+        account: The file in which it says what it failed of.
+        code: Its exit code, once it has ended; negative for the signal that ended it.
+        ended: When that was seen.
+        at_fault: Whether it ended by itself, not because the launcher ended it.
+    """
+
+    number: int
+    process: subprocess.Popen[bytes]
+    account: Path
+    code: int | None = None
+    ended: float = 0.0
+    at_fault: bool = True
+
+
+def launched_from_outside() -> bool:
+    """Return whether something else starts the ranks, or has: torchrun, Slurm, another cluster, or a launcher."""
+    clusters = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment)
+    return "LOCAL_RANK" in os.environ or any(cluster.detect() for cluster in clusters)
+
+
+def launch(num_processes: int, num_nodes: int, more: list[str]) -> int:
+    """Run this very command once for each device of this machine, and return the exit code of all.
+
+    Args:
+        num_processes: Ranks of this machine.
+        num_nodes: Machines; for more than one MASTER_ADDR, MASTER_PORT and NODE_RANK say who meets where.
+        more: Flags to add to the command.
+
+    Raises:
+        UsageError: The port that MASTER_PORT names is taken.
+    """
+    node_rank = int(os.environ.get("NODE_RANK", "0"))
+    store = _host_store(num_nodes, node_rank)
+    stop_signal.uninstall()
+    heard: list[int] = []
+    for signum in NAMES:
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, lambda number, frame: heard.append(number))
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        ranks: list[Rank] = []
+        try:
+            # step 1: start a process for each device, all running this script
+            for local_rank in range(num_processes):
+                number = node_rank * num_processes + local_rank
+                account = Path(folder, f"{number}.json")
+                environment = os.environ | {
+                    "RANK": str(number),
+                    "LOCAL_RANK": str(local_rank),
+                    "GROUP_RANK": str(node_rank),
+                    "WORLD_SIZE": str(num_processes * num_nodes),
+                    "LOCAL_WORLD_SIZE": str(num_processes),
+                    "MASTER_ADDR": store.host,
+                    "MASTER_PORT": str(store.port),
+                    "TORCHELASTIC_RUN_ID": f"{os.getpid()}",
+                    "TORCHELASTIC_RESTART_COUNT": "0",
+                    "TORCHELASTIC_MAX_RESTARTS": "0",
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",
+                    "TORCHELASTIC_ERROR_FILE": str(account),
+                    LAUNCHED_BY_US: "1",
+                }
+                command = [sys.executable, *sys.orig_argv[1:], *more]
+                ranks.append(Rank(number, subprocess.Popen(command, env=environment), account))
+            return _watch(ranks, store, heard)
+        finally:
+            for rank in ranks:
+                if rank.process.poll() is None:
+                    rank.process.kill()
+                    rank.process.wait()
+
+
+def _host_store(num_nodes: int, node_rank: int) -> TCPStore:
+    """Open the store by which the ranks find each other, on a free port unless MASTER_PORT names one."""
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "0")
+    if not port.isdecimal() or int(port) >= 2**16:
+        raise UsageError(f"MASTER_PORT {port} must be a whole number below {2**16}; unset it for a free port")
+    if num_nodes > 1 and port == "0":
+        raise UsageError(f"--num_nodes {num_nodes}: set MASTER_ADDR, MASTER_PORT and NODE_RANK, or launch with torchrun")
+    try:
+        return TCPStore(address, int(port), is_master=node_rank == 0, wait_for_workers=False)
+    except DistNetworkError as error:
+        raise UsageError(
+            f"MASTER_PORT {port} on {address} cannot be used ({' '.join(str(error).split())[:200]}); unset MASTER_PORT for a"
+            " free port, or name another"
+        ) from error
+
+
+def _watch(ranks: list[Rank], store: TCPStore, heard: list[int]) -> int:
+    """Wait for all ranks; return the command's exit code."""
+    stop, deadline, code = 0, float("inf"), 0
+    while any(rank.code is None for rank in ranks):
+        if heard and not stop:
+            stop, deadline = heard[0], time.monotonic() + SECONDS_TO_SAVE + 5
+            store.set("stop/0/signum", str(stop))  # ranks that are not connected yet see it when they are
+            if stop == signal.SIGTERM:
+                _signal_all(ranks, stop)
+        if heard.count(signal.SIGINT) > 1:
+            deadline = 0.0
+        for rank in ranks:
+            if rank.code is None and (ended := rank.process.poll()) is not None:
+                rank.code, rank.ended = ended, time.time()
+                if not stop and ended in (143, 130, -signal.SIGTERM, -signal.SIGINT):  # it alone was told
+                    stop, deadline = abs(ended) % 128, time.monotonic() + SECONDS_TO_SAVE + 5
+                    _signal_all(ranks, signal.SIGTERM)
+                elif not stop and not code and not _finished(rank, store):
+                    code, deadline = 2 if ended == 2 else 1, time.monotonic() + SECONDS_TO_FOLLOW
+        if time.monotonic() > deadline:
+            for rank in ranks:
+                if rank.code is None:
+                    rank.at_fault = False
+                    rank.process.kill()
+                    rank.code = rank.process.wait()
+        time.sleep(0.02)
+    if stop:
+        return 128 + stop
+    if code:
+        first, words = _first_failure([rank for rank in ranks if rank.at_fault and not _finished(rank, store)])
+        print(words, file=sys.stderr, flush=True)
+        return 2 if first.code == 2 else 1
+    return 0
+
+
+def _finished(rank: Rank, store: TCPStore) -> bool:
+    return rank.code == 0 and store.check([f"stop/0/done/{rank.number}"])
+
+
+def _signal_all(ranks: list[Rank], signum: int) -> None:
+    for rank in ranks:
+        if rank.process.poll() is None:
+            rank.process.send_signal(signum)
+
+
+def _first_failure(failed: list[Rank]) -> tuple[Rank, str]:
+    """Return the rank that failed first, and its words.
+
+    One that was killed leaves no account, and has been the cause of those that missed it; of the others the first to
+    write one was.
+    """
+
+    def order(rank: Rank) -> tuple[bool, float]:
+        silent = not rank.account.exists()
+        return not silent, rank.ended if silent else rank.account.stat().st_mtime
+
+    rank = min(failed, key=order)
+    if rank.account.exists():
+        words = json.loads(rank.account.read_text())["message"]["message"]
+        if words.startswith("error: "):
+            same = sum(words in other.account.read_text() for other in failed if other.account.exists()) > 1
+            alone = rank.number > 0 and not same
+            return rank, words.replace("error:", f"error on rank {rank.number}:", 1) if alone else words
+        return rank, f"rank {rank.number} failed first:\n{words.rstrip()}"
+    assert rank.code is not None
+    if rank.code < 0:
+        name = signal.Signals(-rank.code).name
+        hint = " (out of memory?)" if -rank.code == signal.SIGKILL else ""
+        return rank, f"error: rank {rank.number} was ended by {name}{hint}, and the run with it"
+    return rank, f"error: rank {rank.number} left before the end, with exit code {rank.code}, and the run with it"

@@ -1,0 +1,160 @@
+"""`--resume`: which run and checkpoint to continue, and whether this command is a continuation of it."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from project.errors import UsageError
+from project.run.checkpoints import DamagedCheckpoint, read_checkpoint, write_durably
+
+# What a continued run may change: where it runs, what it is called, what it prints. Of the trainer's settings, those that
+# decide what is computed are named instead, there being fewer of them.
+FREE = {"name", "log_dir", "checkpoint_every", "resume", "explain", "config"}
+FREE |= {"data.root", "data.num_workers", "data.cache_dir", "data.eval_batch_size"}
+FIXED_OF_TRAINER = {
+    "precision",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "limit_train_batches",
+}
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a run goes on from.
+
+    Attributes:
+        run: The run directory to go on in; None for a new one.
+        checkpoint: The checkpoint; None to begin at the first step.
+        step: Optimizer steps done in it.
+        config: The configuration of the run as YAML; empty if it is not known.
+        damaged: What was found and passed over.
+    """
+
+    run: Path | None
+    checkpoint: Path | None
+    step: int = 0
+    config: str = ""
+    damaged: tuple[str, ...] = ()
+
+
+def from_path(path: Path) -> Continuation:
+    """Continue a run directory, in place, or a checkpoint, in a new run directory.
+
+    Raises:
+        UsageError: There is none, or it cannot be continued.
+    """
+    if re.match(r"\w+:/", str(path)):
+        raise UsageError(f"--resume {path} is a URL, and checkpoints are files on disk; download it, if you trust it")
+    if path.is_dir():
+        found = in_directory(path)
+        if found.checkpoint is None:
+            raise UsageError(f"--resume {path} holds no checkpoint; give a run directory, version_<n>, or a .ckpt file")
+        return found
+    if not path.exists():
+        raise UsageError(f"--resume {path} is not there; give a run directory or a .ckpt file, or --resume alone")
+    return _continuation(None, path, read_checkpoint(path))
+
+
+def in_directory(run: Path) -> Continuation:
+    """Continue a run from its newest checkpoint that is whole, or from the first step where none was saved.
+
+    Raises:
+        UsageError: All are damaged, or one would run code.
+    """
+    folder = run / "checkpoints"
+    damaged: list[str] = []
+    whole: list[tuple[int, Path, dict[str, Any]]] = []
+    for path in (folder / "last.ckpt", folder / "previous.ckpt", folder / "best.ckpt"):
+        if path.name != "last.ckpt" and whole and whole[0][1].name == "last.ckpt":
+            break  # nothing is newer
+        if path.exists():
+            try:
+                checkpoint = read_checkpoint(path)
+            except DamagedCheckpoint as error:
+                damaged.append(str(error))
+            else:
+                whole.append((checkpoint["global_step"], path, checkpoint))
+    if not whole:
+        if damaged:
+            raise UsageError(f"--resume: no checkpoint in {folder} is whole: {'; '.join(damaged)}")
+        config = run / "config.yaml"
+        return Continuation(run, None, 0, config.read_text() if config.exists() else "")
+    _, path, checkpoint = max(whole, key=lambda one: one[0])
+    return _continuation(run, path, checkpoint, tuple(f"{text}; continuing from {path}" for text in damaged))
+
+
+def _continuation(run: Path | None, path: Path, checkpoint: dict[str, Any], damaged: tuple[str, ...] = ()) -> Continuation:
+    if not {"optimizer_states", "loops", "global_step"} <= checkpoint.keys():
+        raise UsageError(f"--resume {path} holds weights but not the state of the optimizer; it cannot be continued")
+    config = checkpoint.get("run", {}).get("config", "")
+    return Continuation(run, path, checkpoint["global_step"], config, damaged)
+
+
+def check_same(before: str, now: str, checkpoint: Path, flags: Mapping[str, str]) -> None:
+    """Refuse settings that would make another run of it.
+
+    Args:
+        before: The checkpoint's configuration, YAML.
+        now: This command's.
+        checkpoint: Where it lies.
+        flags: The short flag of each setting that has one.
+
+    Raises:
+        UsageError: A setting differs, named with both values.
+    """
+    old, new = _flat(yaml.safe_load(before)), _flat(yaml.safe_load(now))
+    for setting in [*new, *(name for name in old if name not in new)]:
+        room, _, rest = setting.partition(".")
+        if setting in FREE or (room == "trainer" and rest not in FIXED_OF_TRAINER):
+            continue
+        was, is_now = old.get(setting), new.get(setting)
+        if setting == "data.source" and is_now == "auto":
+            continue  # decided already, and held by the images' digest
+        if was != is_now:
+            plain = setting.replace(".init_args", "").removesuffix(".class_path")
+            raise UsageError(
+                f"--{flags.get(plain, plain)} {is_now}: {checkpoint} was trained with {was};"
+                " give it the same, or start a new run without --resume"
+            )
+
+
+def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(settings, dict) or not settings:
+        return {prefix[:-1]: settings}
+    return {name: value for key, part in settings.items() for name, value in _flat(part, f"{prefix}{key}.").items()}
+
+
+def purge(path: Path, step: int) -> None:
+    """Take out of one of TensorBoard's files what was written from an optimizer step on, and a torn end.
+
+    Args:
+        path: The file.
+        step: The first step to go, counted from 0.
+    """
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    records = list(RawEventFileLoader(str(path)).Load())
+    kept = []
+    for record in records:
+        event = Event.FromString(record)
+        of_the_end = any(value.tag.startswith("_hparams_/") for value in event.summary.value)
+        if event.step < step and not of_the_end:
+            kept.append(record)
+    whole = sum(len(record) + 16 for record in records) == os.path.getsize(path)  # length, its checksum, the data's
+    if len(kept) < len(records) or not whole:
+
+        def write(file: Any) -> None:
+            writer = RecordWriter(file)
+            for record in kept:
+                writer.write(record)
+
+        write_durably(path, write)
