@@ -21,6 +21,8 @@ NARROW = ["--model.network.channels", "[4,4,8,8,8,8]", "--model.network.hidden",
 SHORT = ["--data.source", "synthetic", "--data.image_size", "8", "--data.shift", "2", "--max_epochs", "2"]
 SHORT += ["--trainer.limit_train_batches", "4", "--trainer.limit_val_batches", "2", "--data.eval_batch_size", "50"]
 SHORT += ["--trainer.log_every_n_steps", "1", "--trainer.limit_test_batches", "1", "--accelerator", "cpu"]
+PLATEAU = ["--lr_scheduler.monitor", "val/loss", "--lr_scheduler.patience", "0", "--lr_scheduler.threshold", "0.5"]
+STOPPING = ["--trainer.callbacks.monitor", "val/loss", "--trainer.callbacks.patience", "1"]
 SCHEDULES: dict[str, list[str]] = {
     "the default recipe": [],
     "a checkpoint every step": ["--checkpoint_every", "1"],
@@ -30,15 +32,8 @@ SCHEDULES: dict[str, list[str]] = {
     "no validation": ["--data.val_fraction", "0"],
     "validation every other epoch": ["--trainer.check_val_every_n_epoch", "2"],
     "a schedule by epochs": ["--lr_scheduler", "StepLR", "--lr_scheduler.step_size", "1"],
-    "a schedule that watches": [
-        "--lr_scheduler",
-        "lightning.pytorch.cli.ReduceLROnPlateau",
-        "--lr_scheduler.monitor",
-        "val/loss",
-    ]
-    + ["--lr_scheduler.patience", "0", "--lr_scheduler.threshold", "0.5"],
-    "early stopping": ["--max_epochs", "5", "--trainer.callbacks", "EarlyStopping"]
-    + ["--trainer.callbacks.monitor", "val/loss", "--trainer.callbacks.patience", "1", "--lr", "1e-12"],
+    "a schedule that watches": ["--lr_scheduler", "lightning.pytorch.cli.ReduceLROnPlateau", *PLATEAU],
+    "early stopping": ["--max_epochs", "5", "--lr", "1e-12", "--trainer.callbacks", "EarlyStopping", *STOPPING],
     "float64": ["--precision", "64-true"],
     "two workers": ["--data.num_workers", "2"],
 }

@@ -131,8 +131,10 @@ class Classifier(LightningModule):
     # ---- training
 
     def setup(self, stage: str) -> None:
-        """Forget what an earlier run restored."""
+        """Forget what an earlier run restored, and what processes that were spawned with this module share."""
         self._restored = {}
+        for metric in (*self.val_metrics.values(), *self.test_metrics.values(), self.test_class_accuracy):
+            metric.reset()
 
     def on_train_start(self) -> None:
         """Say what would make several processes compute something else than one, and begin the sums, or go on with them."""

@@ -17,13 +17,14 @@ class RunRecord(Callback):
         epoch_seconds: Of that, the training alone, without validation.
         num_images: Training images in those epochs, over all devices.
         num_epochs: Epochs begun.
+        num_steps: Optimizer steps done.
         validations: Epoch, counted from 0, loss and accuracy of each validation.
 
     A run that is continued goes on with all of them.
     """
 
     def __init__(self) -> None:
-        self.num_epochs = 0
+        self.num_epochs = self.num_steps = 0
         self.train_seconds = 0.0
         self.epoch_seconds = 0.0
         self.num_images = 0
@@ -53,6 +54,7 @@ class RunRecord(Callback):
         now = time.perf_counter()
         checkpoint["record"] = {
             "num_epochs": self.num_epochs,
+            "num_steps": trainer.global_step,
             "train_seconds": now - self._run_start,
             "epoch_seconds": self.epoch_seconds,
             "num_images": self.num_images,
@@ -64,10 +66,18 @@ class RunRecord(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Go on with them; not when a checkpoint is only tested."""
         if trainer.state.fn == "fit" and "record" in checkpoint:
-            self._restored = record = checkpoint["record"]
-            self.num_epochs, self.train_seconds = record["num_epochs"], record["train_seconds"]
-            self.epoch_seconds, self.num_images = record["epoch_seconds"], record["num_images"]
-            self.validations = [(int(epoch), loss, accuracy) for epoch, loss, accuracy in record["validations"]]
+            self.take_over(checkpoint["record"])
+
+    def take_over(self, record: dict[str, Any]) -> None:
+        """Go on with the figures that a checkpoint holds."""
+        self._restored = record
+        self.num_epochs, self.num_steps, self.train_seconds = (
+            record["num_epochs"],
+            record["num_steps"],
+            record["train_seconds"],
+        )
+        self.epoch_seconds, self.num_images = record["epoch_seconds"], record["num_images"]
+        self.validations = [(int(epoch), loss, accuracy) for epoch, loss, accuracy in record["validations"]]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -116,6 +126,7 @@ class RunRecord(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the run's clock."""
+        self.num_steps = trainer.global_step
         self.train_seconds = time.perf_counter() - self._run_start
 
     def _begin_epoch(self) -> None:

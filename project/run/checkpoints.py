@@ -145,10 +145,6 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu", mma
         raise DamagedCheckpoint(f"checkpoint {path} is damaged ({_first_line(error)})") from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"checkpoint {path} is damaged ({_first_line(error)})") from error
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
-        raise UsageError(
-            f"checkpoint {path} is none: it holds no state_dict under that name; weights alone cannot be continued"
-        )
     if _mentions(checkpoint, "_instantiator"):  # Lightning before 2.6.6 imports and calls what it names
         raise UsageError(
             f"checkpoint {path} is refused: its _instantiator names code to run; take one from a source you trust"
@@ -177,6 +173,10 @@ class RunCheckpoints(Checkpoint):
         every: Optimizer steps from one `last.ckpt` to the next, besides the one at the end of every epoch; 0 for that alone.
         config: The run's configuration as YAML, to go into every checkpoint.
         warnings: What the run has warned of so far; the same goes into every checkpoint.
+
+    Attributes:
+        best_model_path: The best checkpoint; empty where there is none.
+        last_model_path: The most recent checkpoint; empty where there is none.
     """
 
     monitor = "val/accuracy"
@@ -185,6 +185,7 @@ class RunCheckpoints(Checkpoint):
         self.every = every
         self.config = config
         self.warnings = [] if warnings is None else warnings
+        self.best_model_path = self.last_model_path = ""
         self.dirpath: str | None = None  # set once the run directory is known
         self.best_score: float | None = None
         self.best_step: int | None = None  # optimizer steps done at that validation
@@ -196,16 +197,6 @@ class RunCheckpoints(Checkpoint):
         self._validated = False  # since the last boundary
         self._place = ""  # of the save going on; empty for one that a callback of the user's makes
         self._stopped_early = False
-
-    @property
-    def best_model_path(self) -> str:
-        """The best checkpoint; empty where there is none."""
-        return self._path("best") if self.best_step is not None and not self._improved and self.dirpath else ""
-
-    @property
-    def last_model_path(self) -> str:
-        """The most recent checkpoint; empty where there is none."""
-        return self._path("last") if self._last_saved and self.dirpath else ""
 
     def _path(self, name: str) -> str:
         return str(Path(self.dirpath or "", f"{name}.ckpt"))
@@ -278,7 +269,7 @@ class RunCheckpoints(Checkpoint):
         if stop:
             stopped = stop_signal.stopped()
             if trainer.is_global_zero:
-                saved = self._path("last") if self._last_saved else "nothing"
+                saved = self.last_model_path or "nothing"
                 print(f"{stopped}: stopped after step {trainer.global_step}, saved {saved}; --resume continues", flush=True)
             raise stopped
 
@@ -291,9 +282,11 @@ class RunCheckpoints(Checkpoint):
             logger.save()  # whatever was logged before a checkpoint is on disk before it
         self._place = place
         options = {"previous": Path(self._path("previous"))} if self._last_saved != trainer.global_step else None
-        trainer.save_checkpoint(self._path("last"), storage_options=options)
+        self.last_model_path = self._path("last")
+        trainer.save_checkpoint(self.last_model_path, storage_options=options)
         if self._improved:
-            trainer.save_checkpoint(self._path("best"))
+            self.best_model_path = self._path("best")
+            trainer.save_checkpoint(self.best_model_path)
             self._improved = False
         self._place = ""
         self._last_saved = trainer.global_step
@@ -332,8 +325,12 @@ class RunCheckpoints(Checkpoint):
                             write_durably(best, lambda copy: shutil.copyfileobj(file, copy))
                     found = True
                     break
-        if not trainer.strategy.broadcast(found):
+        if trainer.strategy.broadcast(found):
+            self.best_model_path = self._path("best")
+        else:
             self.best_score = self.best_step = None  # the next validation is the best
+        if self.in_place:
+            self.last_model_path = self._path("last")
 
 
 def _is_under_way(trainer: Trainer) -> None:

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from project.data.datamodule import uneven_batch
 from project.errors import UsageError
 from project.run.callbacks import RunRecord
-from project.run.checkpoints import DurableCheckpointIO, RunCheckpoints
+from project.run.checkpoints import DurableCheckpointIO, RunCheckpoints, read_checkpoint
 from project.run.checks import Hardware, check_hardware, nearest
 from project.run.launch import launch, launched_from_outside
 from project.run.notices import Notices
@@ -256,7 +256,11 @@ class TrainCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer, with the run directory, its logger, checkpoints and record."""
         self.run_directory = self._run_directory()
-        self.save_config_kwargs = {"run": self.run_directory, "first_step": self.continuation.step}
+        self.save_config_kwargs = {
+            "run": self.run_directory,
+            "notices": self.notices,
+            "first_step": self.continuation.step,
+        }
         if self.config.explain:
             return self._instantiate_for_one_forward_pass()
         config = self.config_init.trainer
@@ -269,6 +273,8 @@ class TrainCLI(LightningCLI):
         if config.enable_checkpointing is not False:
             kwargs["callbacks"].append(self.checkpoints)
         self._say_what_it_resumes()
+        if self._spawns:
+            _ = self.run_directory.path  # before the processes of fit and those of test each make one
         kwargs["plugins"] = [*_as_list(config.plugins), DurableCheckpointIO()]
         if config.enable_progress_bar is None:
             kwargs["enable_progress_bar"] = sys.stdout.isatty()
@@ -315,6 +321,11 @@ class TrainCLI(LightningCLI):
             limit_predict_batches=1,
         )
 
+    @property
+    def _spawns(self) -> bool:
+        """Whether the strategy starts its processes from within this one, which computes nothing."""
+        return self.hardware is not None and self.hardware.world_size > 1 and not self.hardware.is_launched
+
     def explain(self) -> None:
         """Print the plan, on rank 0, and the shapes of one forward pass, where this machine can make it."""
         assert self.hardware is not None
@@ -345,8 +356,20 @@ class TrainCLI(LightningCLI):
 
     def summarise(self) -> None:
         """Write `summary.json`, the HPARAMS row and the closing lines, on rank 0, and leave the process group."""
+        if self._spawns:  # the run was in other processes; what it came to is in its last checkpoint
+            self.datamodule.setup("test")
+            last = self.run_directory.path / "checkpoints" / "last.ckpt"
+            if last.exists():
+                self.checkpoints.last_model_path = str(last)
+                self.record.take_over(read_checkpoint(last, mmap=True)["record"])
         if self.trainer.is_global_zero:
-            summary = summarise(self.trainer, self.record, self.checkpoints, self.notices.messages)
+            strategy = self.config.trainer.strategy
+            name = (
+                self.hardware.strategy
+                if self.hardware and isinstance(strategy, str)
+                else type(self.trainer.strategy).__name__
+            )
+            summary = summarise(self.trainer, self.datamodule, self.record, self.checkpoints, name, self.notices.messages)
             write_summary(summary, self.run_directory.path)
             self._write_hparams(summary)
             print("\n".join(closing_lines(summary, num_replicas(self.trainer), self.run_directory)), flush=True)

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from project.errors import UsageError
 from project.run.checkpoints import RunCheckpoints, write_durably
 from project.run.exit import LAUNCHED_BY_US
+from project.run.notices import Notices
 from project.run.resume import purge
 
 JOB_FILE = ".job"  # in a run directory: which job of torchrun or Slurm made it
@@ -169,18 +170,21 @@ class SaveConfig(SaveConfigCallback):
 
     Args:
         run: The run directory.
+        notices: Collects the warnings.
         first_step: The optimizer step that this process begins with, counted from 0.
         args: As for Lightning's own callback.
         kwargs: As for Lightning's own callback.
     """
 
-    def __init__(self, *args: Any, run: RunDirectory, first_step: int = 0, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, run: RunDirectory, notices: Notices, first_step: int = 0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs, save_to_log_dir=False)
         self.run = run
+        self.notices = notices
         self.first_step = first_step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Run before anything is written; Lightning sets checkpoint callbacks up after all others."""
+        self.notices.install()  # in a spawned process not yet
         self.run.share(trainer)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint | RunCheckpoints) and callback.dirpath is None:

@@ -91,8 +91,13 @@ def in_directory(run: Path) -> Continuation:
 
 
 def _continuation(run: Path | None, path: Path, checkpoint: dict[str, Any], damaged: tuple[str, ...] = ()) -> Continuation:
-    if not {"optimizer_states", "loops", "global_step"} <= checkpoint.keys():
-        raise UsageError(f"--resume {path} holds weights but not the state of the optimizer; it cannot be continued")
+    if (
+        not isinstance(checkpoint, dict)
+        or not {"state_dict", "optimizer_states", "loops", "global_step"} <= checkpoint.keys()
+    ):
+        raise UsageError(
+            f"--resume {path} is no checkpoint of a training run: it lacks the optimizer's state; it cannot be continued"
+        )
     config = checkpoint.get("run", {}).get("config", "")
     return Continuation(run, path, checkpoint["global_step"], config, damaged)
 

@@ -9,7 +9,6 @@ import lightning
 import torch
 import torchmetrics
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from project.run.callbacks import RunRecord
 from project.run.checkpoints import RunCheckpoints, write_durably
@@ -29,13 +28,14 @@ def versions() -> dict[str, str]:
     }
 
 
-def summarise(trainer: Trainer, record: RunRecord, checkpoints: RunCheckpoints, warnings: list[str]) -> dict[str, Any]:
+def summarise(
+    trainer: Trainer, data: Any, record: RunRecord, checkpoints: RunCheckpoints, strategy: str, warnings: list[str]
+) -> dict[str, Any]:
     """Return the figures of a finished run, in the order in which `summary.json` lists them.
 
     Accuracies are shares of 1; losses are mean cross-entropies; `images_per_second` counts training images over all
     devices, the time of validations left out; `best_epoch` counts from 0. What was not measured is None.
     """
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
     figures = {name: value.item() for name, value in trainer.callback_metrics.items()}
     best_epoch, val_loss, val_accuracy = max(record.validations, key=lambda v: v[2], default=(None, None, None))
     return {
@@ -45,11 +45,11 @@ def summarise(trainer: Trainer, record: RunRecord, checkpoints: RunCheckpoints, 
         "num_test_images": len(data.test_positions),
         "num_test_images_counted": int(figures.get("test/num_images", 0)),
         "accelerator": "cpu" if trainer.strategy.root_device.type == "cpu" else "gpu",
-        "strategy": _strategy_name(trainer.strategy),
+        "strategy": strategy,
         "world_size": trainer.world_size,
         "global_batch_size": data.batch_size,
         "device_batch_size": -(-data.batch_size // num_replicas(trainer)),
-        "optimizer_steps": trainer.global_step,
+        "optimizer_steps": record.num_steps,
         "epochs": record.num_epochs,
         "train_seconds": round(record.train_seconds, 3),
         "images_per_second": round(record.num_images / record.epoch_seconds, 1) if record.epoch_seconds else None,
@@ -76,12 +76,6 @@ def _kept(path: str) -> str | None:
 
 def _rounded(figure: float | None) -> float | None:
     return None if figure is None else round(figure, 6)
-
-
-def _strategy_name(strategy: Strategy) -> str:
-    """Return the name by which `--strategy` knows a strategy's class."""
-    names = (name for name, entry in StrategyRegistry.items() if entry["strategy"] is type(strategy))
-    return next(names, type(strategy).__name__)
 
 
 def write_summary(summary: dict[str, Any], folder: Path) -> None:
