@@ -1,0 +1,194 @@
+"""Runs that are killed, stopped, or fail: real processes."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.survival import (
+    FLAGS,
+    RUN,
+    TWO,
+    Command,
+    checkpoints,
+    largest_difference,
+    left_over,
+    steps_in_tensorboard,
+    steps_saved,
+    wait_for,
+)
+
+EPOCHS = 24  # of 84 steps
+LONG = [*FLAGS, "--max_epochs", EPOCHS, "--checkpoint_every", 3]
+DEVICES = {"one process": [], "two processes": TWO}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return ["--data.cache_dir", str(tmp_path_factory.mktemp("cache"))]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, cache: list[str]) -> dict[str, Path]:
+    """The uninterrupted run, on one process and on two."""
+    places = {}
+    for name, devices in DEVICES.items():
+        places[name] = tmp_path_factory.mktemp("whole")
+        with Command(places[name], *LONG, *devices, *cache) as command:
+            assert command.wait() == 0, command.output
+    return places
+
+
+def assert_same_run(place: Path, whole: Path) -> None:
+    assert largest_difference(place, whole) == 0
+    for tag in ("train/loss", "learning_rate"):
+        assert steps_in_tensorboard(place, tag) == list(range(84 * EPOCHS)), tag
+    assert steps_in_tensorboard(place, "val/accuracy") == [84 * epoch - 1 for epoch in range(1, EPOCHS + 1)]
+    assert left_over(place) == []
+
+
+# ---- kill -9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", DEVICES)
+def test_killed_twenty_times_it_ends_with_the_weights_of_an_uninterrupted_run(
+    devices: str, whole: dict[str, Path], tmp_path: Path, cache: list[str]
+) -> None:
+    """The whole group at once: half of the times at any moment, half in the middle of writing a checkpoint."""
+    draw, in_the_write, other_file_system = random.Random(len(devices)), 0, Path("/dev/shm")
+    folder = tmp_path / RUN / "checkpoints"
+    for number in range(20):
+        with Command(tmp_path, *LONG, *DEVICES[devices], *cache, "--resume", TMPDIR=str(other_file_system)) as command:
+            if number % 2:
+                before = steps_saved(tmp_path)
+                wait_for(lambda before=before: steps_saved(tmp_path) > before, 60)
+                time.sleep(draw.uniform(0, 0.3))
+                wait_for(lambda: any(path.name.endswith(".tmp") for path in folder.iterdir()), 60, pause=0)
+            else:
+                time.sleep(draw.uniform(0.5, 8 if devices == "one process" else 13))
+            assert command.process.poll() is None, command.output
+        in_the_write += bool(left_over(tmp_path))
+        checkpoints(tmp_path)  # each of them loads
+    print(f"{in_the_write} of 20 left a file half written; {steps_saved(tmp_path)} steps done by then")
+    assert in_the_write >= 5
+    with Command(tmp_path, *LONG, *DEVICES[devices], *cache, "--resume") as command:
+        assert command.wait() == 0, command.output
+    assert [path.name for path in (tmp_path / RUN).parent.iterdir()] == ["version_0"]
+    assert_same_run(tmp_path, whole[devices])
+
+
+# ---- SIGTERM and SIGINT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["the parent", "the group", "rank 1 only"])
+def test_sigterm_at_twenty_moments_saves_and_exits_with_143(
+    whom: str, whole: dict[str, Path], tmp_path: Path, cache: list[str]
+) -> None:
+    draw, slowest = random.Random(whom), 0.0
+    for _ in range(20):
+        with Command(tmp_path, *LONG, *TWO, *cache, "--resume") as command:
+            target = command.rank(1) if whom == "rank 1 only" else command.pid
+            time.sleep(draw.uniform(0.5, 9.5))
+            before = time.monotonic()
+            (os.killpg if whom == "the group" else os.kill)(target, signal.SIGTERM)
+            assert command.wait(30) == 143, command.output
+            slowest = max(slowest, time.monotonic() - before)
+            assert "Traceback" not in command.output
+            checkpoints(tmp_path)
+    print(f"slowest exit {slowest:.1f} s; {steps_saved(tmp_path)} steps done by then")
+    with Command(tmp_path, *LONG, *TWO, *cache, "--resume") as command:
+        assert command.wait() == 0, command.output
+    assert_same_run(tmp_path, whole["two processes"])
+
+
+def test_sigterm_saves_the_very_step_and_the_shell_goes_no_further(tmp_path: Path, cache: list[str]) -> None:
+    """One process, without --checkpoint_every."""
+    with Command(tmp_path, *FLAGS, "--max_epochs", 200, *cache) as command:
+        wait_for(lambda: "epoch 2/" in command.output, 60)
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait(30) == 143
+        steps = steps_in_tensorboard(tmp_path)
+        assert f"SIGTERM: stopped after step {steps_saved(tmp_path)}, saved {RUN}/checkpoints/last.ckpt" in command.output
+        assert steps == list(range(steps_saved(tmp_path)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", DEVICES)
+def test_ctrl_c_saves_and_exits_with_130_and_a_second_one_stops_at_once(
+    devices: str, tmp_path: Path, cache: list[str]
+) -> None:
+    flags = [*FLAGS, "--max_epochs", 2000, *DEVICES[devices], *cache]
+    with Command(tmp_path, *flags) as command:
+        wait_for(lambda: "epoch 2/" in command.output, 60)
+        os.killpg(command.pid, signal.SIGINT)  # as a terminal does
+        assert command.wait(30) == 130
+        assert command.output.splitlines()[-1].endswith("--resume continues")
+    assert steps_in_tensorboard(tmp_path) == list(range(steps_saved(tmp_path)))
+    with Command(tmp_path, *flags, "--resume") as command:
+        wait_for(lambda: "resume: from step" in command.output and "epoch" in command.output, 60)
+        os.killpg(command.pid, signal.SIGINT)
+        os.killpg(command.pid, signal.SIGINT)
+        before = time.monotonic()
+        assert command.wait(30) == 130
+        assert time.monotonic() - before < 6
+        assert "Traceback" not in command.output
+
+
+# ---- failures
+
+
+FAILURES = {
+    "raise": "ZeroDivisionError: rank fails in its step",
+    "data": "FileNotFoundError: an image is gone",
+    "exit": "SystemExit: 0",
+    "vanish": "rank 1 left before the end, with exit code 0",
+    "kill": "rank 1 was ended by SIGKILL",
+}
+
+
+def failing(how: str, rank: int = 1) -> list[object]:
+    callback = "--trainer.callbacks"
+    return [callback, "tests.programs.failing.Fail", f"{callback}.how", how, f"{callback}.rank", rank]
+
+
+@pytest.mark.parametrize("how", [how if how == "raise" else pytest.param(how, marks=pytest.mark.slow) for how in FAILURES])
+def test_the_first_cause_is_the_last_thing_printed(how: str, tmp_path: Path, cache: list[str]) -> None:
+    with Command(tmp_path, *FLAGS, *TWO, *cache, "--checkpoint_every", 3, *failing(how)) as command:
+        assert command.wait(60) == 1, command.output
+        words = command.output.rstrip()
+        assert FAILURES[how] in words.splitlines()[-1]
+        assert "rank 1" in words
+        assert words.count("Traceback") == (how in ("raise", "data", "exit"))
+    if how != "data":  # that fails before the first step
+        assert checkpoints(tmp_path)["last.ckpt"]["global_step"] == 3
+        events = EventAccumulator(str(tmp_path / RUN)).Reload()
+        assert [event.step for event in events.Scalars("train/loss")][:3] == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_a_mistake_that_only_one_rank_meets_is_one_line_with_its_rank(tmp_path: Path, cache: list[str]) -> None:
+    with Command(tmp_path, *FLAGS, *TWO, *cache, *failing("mistake")) as command:
+        assert command.wait(60) == 2
+        assert command.output.splitlines()[-1] == "error on rank 1: --data.root is not on this machine"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["the parent", "rank 0", "rank 1"])
+def test_kill_9_of_any_process_ends_all_within_30_seconds(victim: str, tmp_path: Path, cache: list[str]) -> None:
+    with Command(tmp_path, *FLAGS, *TWO, *cache, "--max_epochs", 2000, "--data.num_workers", 1) as command:
+        wait_for(lambda: "epoch 2/" in command.output, 60)
+        os.kill(command.pid if victim == "the parent" else command.rank(int(victim[-1])), signal.SIGKILL)
+        before = time.monotonic()
+        assert command.wait(30) == (137 if victim == "the parent" else 1)
+        assert time.monotonic() - before < 30
+        if victim == "the parent":
+            assert "the process that started this rank is gone" in command.output.splitlines()[-1]
+        else:
+            assert f"{victim} was ended by SIGKILL" in command.output.splitlines()[-1]
+    assert len(EventAccumulator(str(tmp_path / RUN)).Reload().Scalars("train/loss")) > 84
