@@ -1,20 +1,26 @@
 """A run that was stopped, at any place where it can stop, ends as if it had not been."""
 
+import json
 import math
+import pickle
 import shutil
+import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from project.data.datamodule import ImageDataModule
+from project.errors import UsageError
 from project.model.classifier import Classifier
 from project.run.cli import TrainCLI
 from project.run.signals import Stopped, stop_signal
+from tests.conftest import ImageFolder
 
 NARROW = ["--model.network.channels", "[4,4,8,8,8,8]", "--model.network.hidden", "16", "--model.network.dropout", "0.2"]
 # Four batches an epoch, two of validation: an epoch has 1 + 3 + 2 boundaries, and one run of two epochs 12.
@@ -79,9 +85,11 @@ class Run:
             cli.summarise()
         except Stopped:
             self.stopped = True
+        finally:
+            if cli.run_directory._lock is not None:
+                cli.run_directory._lock.release()  # as the end of the process does
         self.seen = watch.seen
         self.boundaries = boundary
-        cli.run_directory._lock.release()
 
 
 def state(folder: Path) -> dict[str, Any]:
@@ -100,8 +108,6 @@ def points(folder: Path) -> Counter[tuple[str, int, float]]:
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    import json
-
     figures = json.loads((folder / "logs" / "default" / "version_0" / "summary.json").read_text())
     return {name: value for name, value in figures.items() if name not in ("train_seconds", "images_per_second")}
 
@@ -123,7 +129,13 @@ def assert_same(one: Any, other: Any, path: str = "") -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        name if name in ("the default recipe", "a number of steps") else pytest.param(name, marks=pytest.mark.slow)
+        for name in SCHEDULES
+    ],
+)
 def test_stopped_at_every_boundary_and_resumed_it_is_the_same_run(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,13 +153,275 @@ def test_stopped_at_every_boundary_and_resumed_it_is_the_same_run(
         assert first.stopped
         # The command line is not repeated: the configuration comes out of the checkpoint.
         second = Run(place, "--resume", monkeypatch=monkeypatch)
-        done = {number: (number, rate, images) for number, rate, images in first.seen[: -1 if first.seen else None]}
         trained = [*first.seen, *second.seen]
         assert sorted({number for number, _, _ in trained}) == [number for number, _, _ in whole.seen], boundary
         assert set(trained) == set(whole.seen), boundary
-        assert done is not None
         after = state(place)
         for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops", "classifier", "global_step", "epoch"):
             assert_same(expected[part], after[part], f"{boundary}: {part}")
         assert points(place) == points(tmp_path / "whole"), boundary
         assert summary(place) == summary(tmp_path / "whole"), boundary
+
+
+# ---- what it is continued from
+
+
+RUN = Path("logs", "default", "version_0")
+
+
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two epochs that was stopped in the second, with all three checkpoints; tests copy it."""
+    place = tmp_path_factory.mktemp("stopped")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        flags = [*SHORT, *NARROW, "--data.cache_dir", place.parent / "cache", "--checkpoint_every", "1"]
+        assert Run(place, *flags, stop_at=10, monkeypatch=monkeypatch).stopped
+    assert {path.name for path in (place / RUN / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt", "previous.ckpt"}
+    return place
+
+
+@pytest.fixture
+def stopped(stopped_run: Path, tmp_path: Path) -> Path:
+    """A folder with a copy of it."""
+    shutil.copytree(stopped_run / "logs", tmp_path / "here" / "logs")
+    return tmp_path / "here"
+
+
+CONTRADICTIONS = {
+    "--batch_size 32": "was trained with 64",
+    "--seed 1": "was trained with 0",
+    "--lr 0.5": "was trained with 0.03",
+    "--optimizer Adam": "was trained with torch.optim.SGD",
+    "--model.network.hidden 17": "was trained with 16",
+    "--model.network tests.programs.batchnorm.WithBatchNorm": "was trained with project.model.networks.ConvNet",
+    "--model.max_grad_norm 1": "was trained with 3.0",
+    "--data.val_fraction 0.2": "was trained with 0.1",
+    "--data.source cifar10": "was trained with synthetic",
+    "--data.flip false": "was trained with True",
+    "--precision 64-true": "was trained with None",
+    "--trainer.accumulate_grad_batches 2": "was trained with 1",
+    "--trainer.limit_train_batches 3": "was trained with 4",
+}
+
+
+@pytest.mark.parametrize("flags", CONTRADICTIONS)
+def test_another_run_than_the_checkpoints_is_refused(flags: str, stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
+    with pytest.raises(UsageError) as error:
+        Run(stopped, "--resume", *flags.split(), monkeypatch=monkeypatch)
+    message = str(error.value)
+    flag = flags.split()[0]
+    assert message.startswith(f"{flag} ")
+    assert CONTRADICTIONS[flags] in message
+    assert "give it the same, or start a new run without --resume" in message
+    assert "\n" not in message
+    assert {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()} == before
+
+
+def test_a_schedule_that_spans_the_run_cannot_be_made_longer(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"falls over 8 optimizer steps, this command's over 12"):
+        Run(stopped, "--resume", "--max_epochs", "3", monkeypatch=monkeypatch)
+    assert (stopped / RUN / "checkpoints" / "last.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [(["--max_epochs", "1"], ["--max_epochs", "2"]), (["--trainer.max_steps", "6"], ["--trainer.max_steps", "8"])],
+)
+def test_with_a_constant_rate_a_finished_run_can_be_made_longer(
+    short: list[str], long: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [*SHORT, *NARROW, "--data.cache_dir", tmp_path / "cache", "--lr_scheduler", "null"]
+    for name in ("whole", "longer"):
+        (tmp_path / name).mkdir()
+    Run(tmp_path / "whole", *flags, *long, monkeypatch=monkeypatch)
+    Run(tmp_path / "longer", *flags, *short, monkeypatch=monkeypatch)
+    Run(tmp_path / "longer", "--resume", *long, monkeypatch=monkeypatch)
+    assert_same(state(tmp_path / "whole")["state_dict"], state(tmp_path / "longer")["state_dict"])
+    losses = sorted(
+        step for (tag, step, _), times in points(tmp_path / "longer").items() if tag == "train/loss" for _ in range(times)
+    )
+    assert losses == list(range(8))
+
+
+def test_a_finished_run_is_tested_again_and_nothing_is_doubled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [*SHORT, *NARROW, "--data.cache_dir", tmp_path / "cache"]
+    Run(tmp_path, *flags, monkeypatch=monkeypatch)
+    before, figures = points(tmp_path), summary(tmp_path)
+    again = Run(tmp_path, "--resume", monkeypatch=monkeypatch)
+    assert again.seen == []
+    assert points(tmp_path) == before
+    assert summary(tmp_path) == figures
+
+
+def test_resume_without_a_run_begins_one_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Run(tmp_path, *SHORT, *NARROW, "--data.cache_dir", tmp_path / "cache", "--resume", stop_at=3, monkeypatch=monkeypatch)
+    assert "resume: no run default in logs yet, so this is a new one" in capsys.readouterr().out
+    assert (tmp_path / RUN).is_dir()
+
+
+def test_a_run_without_a_checkpoint_begins_again_in_its_place(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(stopped / RUN / "checkpoints")
+    Run(stopped, "--resume", monkeypatch=monkeypatch)
+    assert "has no checkpoint yet, so from its first step" in capsys.readouterr().out
+    assert sorted(step for (tag, step, _) in points(stopped) if tag == "train/loss") == list(range(8))
+    assert [path.name for path in (stopped / RUN).parent.iterdir()] == ["version_0"]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere", "--resume nowhere is not there"),
+        ("logs", "--resume logs holds no checkpoint"),
+        ("https://example.com/last.ckpt", "is a URL"),
+        ("s3://bucket/last.ckpt", "is a URL"),
+        ("file:///tmp/last.ckpt", "is a URL"),
+    ],
+)
+def test_a_path_without_a_checkpoint_is_refused(
+    path: str, message: str, stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        Run(stopped, "--resume", path, monkeypatch=monkeypatch)
+
+
+def test_weights_alone_cannot_be_continued(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(state(stopped)["state_dict"], stopped / "weights.ckpt")
+    with pytest.raises(UsageError, match=r"weights\.ckpt is no checkpoint of a training run"):
+        Run(stopped, "--resume", "weights.ckpt", monkeypatch=monkeypatch)
+
+
+def test_a_run_directory_is_continued_in_its_place(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (stopped / RUN).with_name("version_7").mkdir()  # a newer one, of another run
+    Run(stopped, "--resume", RUN, monkeypatch=monkeypatch)
+    assert state(stopped)["global_step"] == 8
+    assert list((stopped / RUN).with_name("version_7").iterdir()) == []
+
+
+def test_a_checkpoint_is_continued_in_a_new_run_and_stays_as_it_was(
+    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {path: path.read_bytes() for path in (stopped / RUN).rglob("*") if path.is_file()}
+    Run(stopped, "--resume", RUN / "checkpoints" / "last.ckpt", monkeypatch=monkeypatch)
+    assert {path: path.read_bytes() for path in (stopped / RUN).rglob("*") if path.is_file()} == before
+    new = (stopped / RUN).with_name("version_1")
+    assert torch.load(new / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 8
+    figures = json.loads((new / "summary.json").read_text())
+    best = torch.load(new / "checkpoints" / "best.ckpt", weights_only=True)  # of the first epoch, brought along
+    assert figures["best_epoch"] == best["epoch"] - 1 == 0
+    assert best["global_step"] == 4
+
+
+def damage(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "cut off":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "a bit flipped":
+        with zipfile.ZipFile(path) as records:
+            largest = max(records.infolist(), key=lambda record: record.file_size)
+        data[largest.header_offset + largest.file_size // 2] ^= 1
+        path.write_bytes(data)
+    else:
+        path.write_bytes(b"no checkpoint at all, but some text")
+
+
+@pytest.mark.filterwarnings("default:checkpoint .* is damaged")
+@pytest.mark.parametrize("how", ["cut off", "empty", "a bit flipped", "text"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
+    how: str, stopped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    previous = torch.load(stopped / RUN / "checkpoints" / "previous.ckpt", weights_only=True)["global_step"]
+    damage(stopped / RUN / "checkpoints" / "last.ckpt", how)
+    Run(stopped, "--resume", monkeypatch=monkeypatch)
+    output = capsys.readouterr()
+    assert f"resume: from step {previous}, {RUN}/checkpoints/previous.ckpt" in output.out
+    assert f"warning: checkpoint {RUN}/checkpoints/last.ckpt is damaged" in output.err
+    assert state(stopped)["global_step"] == 8
+    assert sorted(step for (tag, step, _) in points(stopped) if tag == "train/loss") == list(range(8))
+
+
+def test_where_all_are_damaged_it_says_so(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (stopped / RUN / "checkpoints").iterdir():
+        damage(path, "cut off")
+    with pytest.raises(UsageError, match=r"no checkpoint in .* is whole"):
+        Run(stopped, "--resume", monkeypatch=monkeypatch)
+
+
+def test_what_a_killed_writer_left_is_removed(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = stopped / RUN / "checkpoints" / ".last.ckpt.123.tmp"
+    half.write_bytes(b"half")
+    Run(stopped, "--resume", monkeypatch=monkeypatch)
+    assert not half.exists()
+
+
+def test_a_run_that_is_still_going_on_is_not_continued(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FileLock(stopped / RUN / ".lock"), pytest.raises(UsageError, match="still being written by another process"):
+        Run(stopped, "--resume", monkeypatch=monkeypatch)
+    assert (stopped / RUN / "checkpoints" / "last.ckpt").exists()
+
+
+def test_other_images_are_refused_by_their_digest(
+    image_folder: ImageFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [*SHORT, *NARROW, "--data.cache_dir", tmp_path / "cache", "--data.source", "folder", "--batch_size", "4"]
+    first, second = (image_folder([20, 20], [4, 4], seed=seed) for seed in (0, 1))
+    Run(tmp_path, *flags, "--data.root", first, stop_at=4, monkeypatch=monkeypatch)
+    points_before = points(tmp_path)
+    with pytest.raises(UsageError, match=r"the images \w{12}: the checkpoint was trained with \w{12};"):
+        Run(tmp_path, "--resume", "--data.root", second, monkeypatch=monkeypatch)
+    assert points(tmp_path) == points_before
+    moved = first.rename(tmp_path / "moved")
+    Run(tmp_path, "--resume", "--data.root", moved, monkeypatch=monkeypatch)  # the same images, elsewhere
+    assert state(tmp_path)["global_step"] == 8
+
+
+# ---- what a checkpoint must not do
+
+
+class Marker:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("kind", ["in a checkpoint", "a plain pickle"])
+@pytest.mark.parametrize("flag", [[], [RUN / "checkpoints" / "last.ckpt"], [RUN]], ids=["newest", "file", "directory"])
+def test_a_checkpoint_that_would_run_code_is_refused(
+    kind: str, flag: list[Path], stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last, marker = stopped / RUN / "checkpoints" / "last.ckpt", stopped / "marker"
+    if kind == "in a checkpoint":
+        torch.save({**state(stopped), "more": Marker(marker)}, last)
+    else:
+        last.write_bytes(pickle.dumps({**state(stopped), "more": Marker(marker)}))
+    with pytest.raises(UsageError, match=r"last\.ckpt is refused: it is not plain values but would run code"):
+        Run(stopped, "--resume", *flag, monkeypatch=monkeypatch)
+    assert not marker.exists()
+
+
+def test_an_instantiator_in_the_hyper_parameters_is_refused(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = stopped / RUN / "checkpoints" / "last.ckpt"
+    torch.save({**state(stopped), "hyper_parameters": {"_instantiator": "tests.programs.marker.make"}}, last)
+    with pytest.raises(UsageError, match=r"last\.ckpt is refused: its _instantiator names code to run"):
+        Run(stopped, "--resume", monkeypatch=monkeypatch)
+
+
+def test_the_trainer_reads_no_other_way(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever hands it a path, also with weights_only=False."""
+    last, marker = stopped / RUN / "checkpoints" / "last.ckpt", stopped / "marker"
+    torch.save({**state(stopped), "more": Marker(marker)}, last)
+    cli = TrainCLI(Classifier, ImageDataModule, [*SHORT, *NARROW, "--log_dir", str(stopped / "other")])
+    for path in (last, "https://example.com/last.ckpt"):
+        with pytest.raises(UsageError, match=r"refused|URL"):
+            cli.trainer.test(cli.model, cli.datamodule, ckpt_path=path, weights_only=False)
+    assert not marker.exists()

@@ -4,6 +4,8 @@ import os
 import pickle
 import re
 import shutil
+import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,18 +135,34 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu", mma
     if not Path(path).is_file():
         raise UsageError(f"checkpoint {path} is not there")
     try:
-        checkpoint = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+        with warnings.catch_warnings():  # about kinds of pickle, none of which is ours
+            warnings.simplefilter("ignore")
+            checkpoint = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
-        what = re.search(r"(?:GLOBAL|class|function) (\S+)", str(error))
-        if "Unsupported" in str(error) or what:
+        what = re.search(r"(?:GLOBAL|class|function) ([\w.]+)", str(error))
+        with open(path, "rb") as file:
+            bare_pickle = file.read(1) == b"\x80"  # which torch.save does not write
+        if what or bare_pickle:
             raise UsageError(
                 f"checkpoint {path} is refused: it is not plain values but would run code"
                 + (f" ({what[1]})" if what else "")
                 + "; take one from a source you trust"
             ) from error
         raise DamagedCheckpoint(f"checkpoint {path} is damaged ({_first_line(error)})") from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (
+        RuntimeError,
+        EOFError,
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        zipfile.BadZipFile,
+    ) as error:
         raise DamagedCheckpoint(f"checkpoint {path} is damaged ({_first_line(error)})") from error
+    if not mmap and (wrong := _wrong_record(path)):
+        raise DamagedCheckpoint(f"checkpoint {path} is damaged ({wrong} is not as it was written)")
     if _mentions(checkpoint, "_instantiator"):  # Lightning before 2.6.6 imports and calls what it names
         raise UsageError(
             f"checkpoint {path} is refused: its _instantiator names code to run; take one from a source you trust"
@@ -152,8 +170,19 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu", mma
     return checkpoint
 
 
+def _wrong_record(path: str | os.PathLike[str]) -> str | None:
+    """Return the first record whose checksum does not fit; torch writes checksums but does not look at them."""
+    if not zipfile.is_zipfile(path):
+        return None
+    try:
+        with zipfile.ZipFile(path) as records:
+            return records.testzip()
+    except (zipfile.BadZipFile, EOFError, ValueError):
+        return "its list of records"
+
+
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:100]
 
 
 def _mentions(value: Any, key: str) -> bool:

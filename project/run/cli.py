@@ -26,7 +26,7 @@ from project.run.launch import launch, launched_from_outside
 from project.run.notices import Notices
 from project.run.outputs import RunDirectory, RunLogger, SaveConfig, expanded, newest_run, restarted_job
 from project.run.plan import ShowShapes, blank_batch, lacking, plan
-from project.run.resume import Continuation, check_same, from_path, in_directory
+from project.run.resume import Continuation, check_same, from_path, in_directory, without_hardware
 from project.run.signals import stop_signal
 from project.run.summary import closing_lines, num_replicas, summarise, write_summary
 
@@ -186,11 +186,11 @@ class TrainCLI(LightningCLI):
         """Parse, and check the seed, which is used before anything else."""
         self.config = parser.parse_args(args)
         self.continuation = self._find_continuation()
-        if self.continuation.config:  # what the command line does not say is as it was
+        if self.continuation.config:  # what the command line does not say is as it was, but for the hardware
             given = sys.argv[1:] if args is None else args
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder, "config.yaml")
-                file.write_text(self.continuation.config)
+                file.write_text(without_hardware(self.continuation.config))
                 self.config = parser.parse_args(["--config", str(file), *given])
             self.config.pop("config", None)
             if self.continuation.checkpoint is not None:

@@ -130,6 +130,14 @@ def check_same(before: str, now: str, checkpoint: Path, flags: Mapping[str, str]
             )
 
 
+def without_hardware(config: str) -> str:
+    """Return a configuration, YAML, without what says where to run: that is the command line's to say, each time."""
+    settings = yaml.safe_load(config)
+    for name in ("accelerator", "devices", "strategy", "num_nodes"):
+        settings.get("trainer", {}).pop(name, None)
+    return yaml.safe_dump(settings, sort_keys=False)
+
+
 def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(settings, dict) or not settings:
         return {prefix[:-1]: settings}
