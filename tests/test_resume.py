@@ -361,6 +361,7 @@ def test_what_a_killed_writer_left_is_removed(stopped: Path, monkeypatch: pytest
 
 
 def test_a_run_that_is_still_going_on_is_not_continued(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("project.run.outputs.SECONDS_TO_WAIT", 0)
     with FileLock(stopped / RUN / ".lock"), pytest.raises(UsageError, match="still being written by another process"):
         Run(stopped, "--resume", monkeypatch=monkeypatch)
     assert (stopped / RUN / "checkpoints" / "last.ckpt").exists()

@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.conftest import ROOT, python, train
 from tests.survival import (
     FLAGS,
     RUN,
@@ -90,11 +92,18 @@ def test_killed_twenty_times_it_ends_with_the_weights_of_an_uninterrupted_run(
 def test_sigterm_at_twenty_moments_saves_and_exits_with_143(
     whom: str, whole: dict[str, Path], tmp_path: Path, cache: list[str]
 ) -> None:
+    """Half of the times at any moment from the start on, half while it trains."""
     draw, slowest = random.Random(whom), 0.0
-    for _ in range(20):
+    for number in range(20):
         with Command(tmp_path, *LONG, *TWO, *cache, "--resume") as command:
             target = command.rank(1) if whom == "rank 1 only" else command.pid
-            time.sleep(draw.uniform(0.5, 9.5))
+            if number % 2:
+                steps = steps_saved(tmp_path)
+                wait_for(lambda steps=steps: steps_saved(tmp_path) > steps, 60)
+                time.sleep(draw.uniform(0, 1.5))
+            else:
+                time.sleep(draw.uniform(0.5, 13))
+            assert command.process.poll() is None, command.output
             before = time.monotonic()
             (os.killpg if whom == "the group" else os.kill)(target, signal.SIGTERM)
             assert command.wait(30) == 143, command.output
@@ -102,6 +111,7 @@ def test_sigterm_at_twenty_moments_saves_and_exits_with_143(
             assert "Traceback" not in command.output
             checkpoints(tmp_path)
     print(f"slowest exit {slowest:.1f} s; {steps_saved(tmp_path)} steps done by then")
+    assert steps_saved(tmp_path) > 30
     with Command(tmp_path, *LONG, *TWO, *cache, "--resume") as command:
         assert command.wait() == 0, command.output
     assert_same_run(tmp_path, whole["two processes"])
@@ -116,6 +126,40 @@ def test_sigterm_saves_the_very_step_and_the_shell_goes_no_further(tmp_path: Pat
         steps = steps_in_tensorboard(tmp_path)
         assert f"SIGTERM: stopped after step {steps_saved(tmp_path)}, saved {RUN}/checkpoints/last.ckpt" in command.output
         assert steps == list(range(steps_saved(tmp_path)))
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_group_leaves_the_workers_of_data_loaders_to_the_run(tmp_path: Path, cache: list[str]) -> None:
+    with Command(tmp_path, *FLAGS, "--max_epochs", 200, *cache, "--data.num_workers", 2) as command:
+        wait_for(lambda: "epoch 2/" in command.output, 60)
+        os.killpg(command.pid, signal.SIGTERM)
+        assert command.wait(30) == 143, command.output
+        assert command.output.splitlines()[-1].endswith("--resume continues")
+        assert steps_in_tensorboard(tmp_path) == list(range(steps_saved(tmp_path)))
+
+
+@pytest.mark.slow
+def test_restarted_by_torchrun_it_goes_on_by_itself(tmp_path: Path, cache: list[str]) -> None:
+    """A rank is killed once, at step 5, when step 3 is saved."""
+    flags = [*FLAGS, *cache, "--strategy", "ddp", "--devices", "2", "--max_epochs", "1", "--checkpoint_every", "3"]
+    for name in ("whole", "restarted"):
+        (tmp_path / name).mkdir()
+    train(tmp_path / "whole", *flags)
+    (tmp_path / "restarted" / RUN).mkdir(parents=True)  # another run of the name, which is not this job's
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1", "--standalone"]
+    result = python(
+        *(*torchrun, ROOT / "scripts" / "train.py", *flags, *failing("kill once")),
+        cwd=tmp_path / "restarted",
+        TMPDIR=str(tmp_path),
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("resume: from step 3, logs/default/version_1/checkpoints/last.ckpt") == 1
+    assert [run.name for run in sorted((tmp_path / "restarted" / RUN).parent.iterdir())] == ["version_0", "version_1"]
+    whole, restarted = (
+        torch.load(tmp_path / run / "checkpoints" / "last.ckpt", weights_only=True)
+        for run in ("whole" / RUN, "restarted" / RUN.with_name("version_1"))
+    )
+    assert all(torch.equal(weight, restarted["state_dict"][name]) for name, weight in whole["state_dict"].items())
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Which images make up each batch, on each rank: the samplers, and the data set that returns whole batches."""
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -133,6 +134,12 @@ class EvaluationSampler(DistributedSampler[BatchIndex]):
         padded[: len(self.positions)] = self.positions
         for batch in padded.split(self.batch_size)[self.rank :: self.num_replicas]:
             yield BatchIndex(0, batch)
+
+
+def leave_signals_to_the_parent(worker: int) -> None:
+    """Have a worker ignore what is sent to the whole process group; it ends when its parent does."""
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)
 
 
 class BatchLoader(DataLoader[tuple[Tensor, Tensor]]):

@@ -10,7 +10,14 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from project.data.augment import Augmentation, generator
-from project.data.batches import BatchIndex, BatchLoader, EvaluationSampler, GlobalBatchSampler, ImageBatches
+from project.data.batches import (
+    BatchIndex,
+    BatchLoader,
+    EvaluationSampler,
+    GlobalBatchSampler,
+    ImageBatches,
+    leave_signals_to_the_parent,
+)
 from project.data.cache import ImageCache, Manifest
 from project.data.folder import FolderSource
 from project.data.sources import Cifar10Source, Source
@@ -296,6 +303,7 @@ class ImageDataModule(LightningDataModule):
             batch_size=None,  # the sampler yields whole batches
             sampler=sampler,
             num_workers=self.num_workers,
+            worker_init_fn=leave_signals_to_the_parent,
             persistent_workers=self.num_workers > 0,
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
         )

@@ -22,7 +22,7 @@ from project.errors import UsageError
 from project.run.callbacks import RunRecord
 from project.run.checkpoints import DurableCheckpointIO, RunCheckpoints, read_checkpoint
 from project.run.checks import Hardware, check_hardware, nearest
-from project.run.launch import launch, launched_from_outside
+from project.run.launch import launch, launched_from_outside, meet_again
 from project.run.notices import Notices
 from project.run.outputs import RunDirectory, RunLogger, SaveConfig, expanded, newest_run, restarted_job
 from project.run.plan import ShowShapes, blank_batch, lacking, plan
@@ -143,6 +143,7 @@ class TrainCLI(LightningCLI):
         args: Sequence[str] | None = None,
     ) -> None:
         self._launches = args is None and not launched_from_outside()
+        self._store = meet_again()
         if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
             stop_signal.join(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         self.notices = Notices()

@@ -51,6 +51,23 @@ def launched_from_outside() -> bool:
     return "LOCAL_RANK" in os.environ or any(cluster.detect() for cluster in clusters)
 
 
+def meet_again() -> TCPStore | None:
+    """After a restart by torchrun, open a new store for the ranks to find each other by; return rank 0's, to be kept.
+
+    torchrun (2.14) hands every attempt the same store, in which the ranks find the addresses of the attempt before.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, key = os.environ["MASTER_ADDR"], f"attempt/{attempt}/port"
+    agent, server = TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False), None
+    if os.environ["RANK"] == "0":
+        server = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        agent.set(key, str(server.port))
+    os.environ["MASTER_PORT"] = agent.get(key).decode()  # waits for rank 0
+    return server
+
+
 def launch(num_processes: int, num_nodes: int, more: list[str]) -> int:
     """Run this very command once for each device of this machine, and return the exit code of all.
 

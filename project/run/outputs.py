@@ -19,6 +19,7 @@ from project.run.exit import LAUNCHED_BY_US
 from project.run.notices import Notices
 from project.run.resume import purge
 
+SECONDS_TO_WAIT = 8  # for a run that was just killed: the workers of its data loaders need some to notice
 JOB_FILE = ".job"  # in a run directory: which job of torchrun or Slurm made it
 
 
@@ -98,7 +99,7 @@ class RunDirectory:
     def _hold(self, path: Path) -> None:
         self._lock = FileLock(path / ".lock")
         try:
-            self._lock.acquire(timeout=0)
+            self._lock.acquire(timeout=SECONDS_TO_WAIT)
         except Timeout as error:
             raise UsageError(f"--resume: {path} is still being written by another process; end that one first") from error
 

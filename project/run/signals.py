@@ -207,7 +207,7 @@ def _nothing(signum: int, frame: Any) -> None:
 
 
 def _forget() -> None:
-    """In a forked process, which shares the descriptor: be ended by SIGTERM, and leave Ctrl-C to the parent."""
+    """In a forked process, which shares the descriptor: write nothing to it, and be ended by SIGTERM."""
     with contextlib.suppress(ValueError):  # forked from another thread than the main one
         if signal.set_wakeup_fd(-1) == -1:
             return  # no script of ours

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -15,7 +16,7 @@ class Fail(Callback):
     """Fail on one rank, at one step.
 
     Args:
-        how: "raise", "data", "exit", "vanish", "kill", "mistake" or "hang".
+        how: "raise", "data", "exit", "vanish", "kill", "kill once" or "mistake".
         rank: The rank that fails.
         step: The optimizer step.
     """
@@ -42,7 +43,8 @@ class Fail(Callback):
             sys.exit(0)
         if self.how == "vanish":
             os._exit(0)
-        if self.how == "kill":
+        if self.how == "kill" or (self.how == "kill once" and not Path("killed").exists()):
+            Path("killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
