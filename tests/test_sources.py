@@ -4,6 +4,7 @@ import hashlib
 import http.server
 import io
 import pickle
+import shutil
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from torchvision.datasets import CIFAR10
 
 from project.data.datamodule import ImageDataModule
 from project.data.folder import FolderSource, read_image
+from project.data.sources import Cifar10Source
 from project.data.synthetic import SyntheticSource
 from project.errors import UsageError
 from tests.conftest import ImageFolder
@@ -300,8 +302,11 @@ def test_a_changed_batch_file_is_refused_unread(server: Server, tmp_path: Path) 
         file = tmp_path / "data" / "cifar-10-batches-py" / name
         content = file.read_bytes()
         file.write_bytes(pickle.dumps(Malicious()))
-        with pytest.raises(UsageError, match=f"{name} is damaged"):
-            cifar10(tmp_path).prepare_data()
+        source = Cifar10Source(tmp_path / "data")
+        for read in (cifar10(tmp_path).prepare_data, cifar10(tmp_path).plan, cifar10(tmp_path).setup, source.class_names):
+            shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+            with pytest.raises(UsageError, match=f"{name} is damaged"):
+                read()
         file.write_bytes(content)
     assert not marker.exists()
 
