@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from project.run.checkpoints import write_durably
+from project.run.storage import write_durably
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

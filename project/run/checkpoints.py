@@ -1,194 +1,15 @@
-"""Checkpoints: safe on disk before they bear their name, saved where nothing is half done, and read without running code."""
+"""The checkpoints of a run: saved where nothing is half done, and where a signal asks the run to stop."""
 
-import os
-import pickle
-import re
 import shutil
-import warnings
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from project.errors import RunError, UsageError
-from project.run.exit import NO_SPACE, no_space
 from project.run.signals import stop_signal
-
-
-class DamagedCheckpoint(UsageError):
-    """A checkpoint that cannot be read to its end."""
-
-
-class DurableCheckpointIO(TorchCheckpointIO):
-    """Write a checkpoint beside its final place, flush it to the disk, then rename it; read plain values alone.
-
-    Lightning's own writer stages in $TMPDIR, and moving from there to another file system is a copy that can be cut off.
-    """
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Save to a path on disk; with `storage_options={"previous": path}` the file that bore the name goes there."""
-        # step 14: Lightning calls this on rank 0 alone, with names that have no prefix
-        previous = (storage_options or {}).get("previous")
-        try:
-            write_durably(Path(path), lambda file: torch.save(checkpoint, file), previous)
-        except OSError as error:
-            if error.errno in NO_SPACE:
-                raise RunError(no_space(error, path) + ". The checkpoints before it are whole") from error
-            raise
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint from a path on disk, whatever `weights_only` says."""
-        return read_checkpoint(path, map_location)
-
-
-def write_durably(path: Path, write: Callable[[Any], None], previous: Path | None = None) -> None:
-    """Have `write` fill a temporary file in the same folder, flush it to the disk, and give it its name.
-
-    Args:
-        path: The file.
-        write: Called with the file, open for writing bytes.
-        previous: Where to keep what was at `path`; None to replace it.
-
-    Raises:
-        OSError: It could not be written; what was at `path` is still there.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            watched = _Watched(file)
-            try:
-                write(watched)
-            except RuntimeError:  # torch's writer tells of a full disk in its own way
-                raise watched.error or RuntimeError(f"{path} could not be written") from watched.error
-            file.flush()
-            os.fsync(file.fileno())
-        if previous is not None and path.exists():
-            _give_second_name(path, previous)
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-class _Watched:
-    """A file that remembers why it could not be written."""
-
-    def __init__(self, file: Any) -> None:
-        self.file = file
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
-def _give_second_name(path: Path, second: Path) -> None:
-    """Name a file twice, so that it is never without a name; rename it where the file system knows no links."""
-    link = second.with_name(f".{second.name}.{os.getpid()}.tmp")
-    try:
-        os.link(path, link)
-    except OSError:
-        os.replace(path, second)
-    else:
-        os.replace(link, second)
-
-
-def _sync_folder(folder: Path) -> None:
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # Windows opens no folders
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu", mmap: bool = False) -> dict[str, Any]:
-    """Read a checkpoint that the template, or Lightning, has written: plain values and tensors, no code.
-
-    Args:
-        path: A file on disk.
-        map_location: As in `torch.load`.
-        mmap: Whether to leave the tensors on disk until they are used.
-
-    Raises:
-        UsageError: It is not there, or a URL, or no checkpoint, or would run code.
-        DamagedCheckpoint: It cannot be read to its end.
-    """
-    if re.match(r"\w+:/", str(path)):
-        raise UsageError(
-            f"checkpoint {path} is a URL, and checkpoints are files on disk; download it yourself, if you trust it"
-        )
-    if not Path(path).is_file():
-        raise UsageError(f"checkpoint {path} is not there")
-    try:
-        with warnings.catch_warnings():  # about kinds of pickle, none of which is ours
-            warnings.simplefilter("ignore")
-            checkpoint = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
-    except pickle.UnpicklingError as error:
-        what = re.search(r"(?:GLOBAL|class|function) ([\w.]+)", str(error))
-        with open(path, "rb") as file:
-            bare_pickle = file.read(1) == b"\x80"  # which torch.save does not write
-        if what or bare_pickle:
-            raise UsageError(
-                f"checkpoint {path} is refused: it is not plain values but would run code"
-                + (f" ({what[1]})" if what else "")
-                + "; take one from a source you trust"
-            ) from error
-        raise DamagedCheckpoint(f"checkpoint {path} is damaged ({_first_line(error)})") from error
-    except (
-        RuntimeError,
-        EOFError,
-        OSError,
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-        zipfile.BadZipFile,
-    ) as error:
-        raise DamagedCheckpoint(f"checkpoint {path} is damaged ({_first_line(error)})") from error
-    if not mmap and (wrong := _wrong_record(path)):
-        raise DamagedCheckpoint(f"checkpoint {path} is damaged ({wrong} is not as it was written)")
-    if _mentions(checkpoint, "_instantiator"):  # Lightning before 2.6.6 imports and calls what it names
-        raise UsageError(
-            f"checkpoint {path} is refused: its _instantiator names code to run; take one from a source you trust"
-        )
-    return checkpoint
-
-
-def _wrong_record(path: str | os.PathLike[str]) -> str | None:
-    """Return the first record whose checksum does not fit; torch writes checksums but does not look at them."""
-    if not zipfile.is_zipfile(path):
-        return None
-    try:
-        with zipfile.ZipFile(path) as records:
-            return records.testzip()
-    except (zipfile.BadZipFile, EOFError, ValueError):
-        return "its list of records"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:100]
-
-
-def _mentions(value: Any, key: str) -> bool:
-    if isinstance(value, dict):
-        return key in value or any(_mentions(part, key) for part in value.values())
-    return isinstance(value, list | tuple) and any(_mentions(part, key) for part in value)
+from project.run.storage import DamagedCheckpoint, read_checkpoint, write_durably
 
 
 class RunCheckpoints(Checkpoint):
@@ -340,6 +161,7 @@ class RunCheckpoints(Checkpoint):
             self.best_score, self.best_step = run.get("best_score"), run.get("best_step")
             self._stopped_early = run.get("stopped_early", False)
             self._metrics = run.get("metrics", {})
+            self.warnings.extend(text for text in run.get("warnings", []) if text not in self.warnings)
             self._last_saved = checkpoint["global_step"]
 
     def _bring_best(self, trainer: Trainer, source: Path) -> None:

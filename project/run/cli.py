@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from project.data.datamodule import uneven_batch
 from project.errors import UsageError
 from project.run.callbacks import RunRecord
-from project.run.checkpoints import DurableCheckpointIO, RunCheckpoints, read_checkpoint
+from project.run.checkpoints import RunCheckpoints
 from project.run.checks import Hardware, check_hardware, nearest
 from project.run.launch import launch, launched_from_outside, meet_again
 from project.run.notices import Notices
@@ -28,6 +28,7 @@ from project.run.outputs import RunDirectory, RunLogger, SaveConfig, expanded, n
 from project.run.plan import ShowShapes, blank_batch, lacking, plan
 from project.run.resume import Continuation, check_same, from_path, in_directory, without_hardware
 from project.run.signals import stop_signal
+from project.run.storage import DurableCheckpointIO, read_checkpoint
 from project.run.summary import closing_lines, num_replicas, summarise, write_summary
 
 # Flag, the setting it stands for, and what it does in plain words. `--devices 2` and `--trainer.devices 2` are the same.

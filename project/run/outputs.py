@@ -14,10 +14,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from project.errors import UsageError
-from project.run.checkpoints import RunCheckpoints, write_durably
+from project.run.checkpoints import RunCheckpoints
 from project.run.exit import LAUNCHED_BY_US
 from project.run.notices import Notices
 from project.run.resume import purge
+from project.run.storage import write_durably
 
 SECONDS_TO_WAIT = 8  # for a run that was just killed: the workers of its data loaders need some to notice
 JOB_FILE = ".job"  # in a run directory: which job of torchrun or Slurm made it

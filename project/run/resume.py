@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from project.errors import UsageError
-from project.run.checkpoints import DamagedCheckpoint, read_checkpoint, write_durably
+from project.run.storage import DamagedCheckpoint, read_checkpoint, write_durably
 
 # What a continued run may change: where it runs, what it is called, what it prints. Of the trainer's settings, those that
 # decide what is computed are named instead, there being fewer of them.

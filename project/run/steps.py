@@ -71,9 +71,7 @@ TABLE = (
     Replaced(GPU, 11, "images.to(device), labels.to(device)", f"{STRATEGIES}.Strategy.batch_to_device"),
     Replaced(ANY, 12, "loss.backward() ... optimizer.step()", "project.model.classifier.Classifier.training_step"),
     Replaced(ANY, 13, 'print(f"epoch ... ms/step", flush=True)', "project.model.classifier.Classifier.on_train_batch_end"),
-    Replaced(
-        ANY, 14, "torch.save(model...state_dict(), path)", "project.run.checkpoints.DurableCheckpointIO.save_checkpoint"
-    ),
+    Replaced(ANY, 14, "torch.save(model...state_dict(), path)", "project.run.storage.DurableCheckpointIO.save_checkpoint"),
     Replaced(ANY, 15, "torch.load(best, map_location=...)", "lightning.pytorch.Trainer.test"),
     Replaced(DDP, 16, "dist.destroy_process_group()", "project.run.cli.TrainCLI.leave"),
 )

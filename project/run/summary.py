@@ -11,8 +11,9 @@ import torchmetrics
 from lightning.pytorch import Trainer
 
 from project.run.callbacks import RunRecord
-from project.run.checkpoints import RunCheckpoints, write_durably
+from project.run.checkpoints import RunCheckpoints
 from project.run.outputs import RunDirectory
+from project.run.storage import write_durably
 
 
 def versions() -> dict[str, str]:
