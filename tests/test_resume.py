@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import shutil
+import warnings
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -16,9 +17,11 @@ from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from project.data.datamodule import ImageDataModule
+from project.data.sources import Cifar10Source
 from project.errors import UsageError
 from project.model.classifier import Classifier
 from project.run.cli import TrainCLI
+from project.run.outputs import RunDirectory, job_key, newest_run, restarted_job
 from project.run.signals import Stopped, stop_signal
 from tests.conftest import ImageFolder
 
@@ -426,3 +429,55 @@ def test_the_trainer_reads_no_other_way(stopped: Path, monkeypatch: pytest.Monke
         with pytest.raises(UsageError, match=r"refused|URL"):
             cli.trainer.test(cli.model, cli.datamodule, ckpt_path=path, weights_only=False)
     assert not marker.exists()
+
+
+# ---- without being told
+
+
+JOBS = {
+    "Slurm": {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_RESTART_COUNT": "1"},
+    "an array of Slurm": {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_RESTART_COUNT": "1"},
+    "torchrun": {"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "2"},
+    "torchrun without a name": {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"},
+}
+
+
+@pytest.mark.parametrize("launcher", JOBS)
+def test_a_restarted_job_finds_its_own_run_among_others_of_the_name(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in JOBS[launcher].items():
+        monkeypatch.setenv(name, "0" if name.endswith("RESTART_COUNT") else value)
+    assert restarted_job() is None
+    mine = RunDirectory(str(tmp_path), "name").path
+    other = {"SLURM_JOB_ID": "9", "TORCHELASTIC_RUN_ID": "xyz"}
+    for name in JOBS[launcher].keys() & other.keys():
+        monkeypatch.setenv(name, other[name])
+    RunDirectory(str(tmp_path), "name").path.exists()
+    for name, value in JOBS[launcher].items():
+        monkeypatch.setenv(name, value)
+    assert newest_run(str(tmp_path), "name") == tmp_path / "name" / "version_1"
+    assert newest_run(str(tmp_path), "name", restarted_job()) == mine == tmp_path / "name" / "version_0"
+
+
+def test_a_command_of_its_own_is_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert job_key() is None
+
+
+def test_what_was_replaced_before_the_stop_is_still_said_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def offline(source: Cifar10Source) -> None:
+        raise UsageError("--data.source cifar10: it cannot be reached")
+
+    monkeypatch.setattr(Cifar10Source, "prepare", offline)
+    warnings.filterwarnings("default", "THIS RUN IS NOT ON CIFAR-10")
+    auto = ["--data.source", "auto", "--data.image_size", "32", "--data.root", tmp_path / "nowhere"]
+    flags = [*SHORT, *NARROW, *auto, "--data.cache_dir", tmp_path / "cache"]
+    Run(tmp_path, *flags, stop_at=4, monkeypatch=monkeypatch)
+    capsys.readouterr()
+    Run(tmp_path, "--resume", monkeypatch=monkeypatch)
+    assert "warning: THIS RUN IS NOT ON CIFAR-10" in capsys.readouterr().out
+    assert "THIS RUN IS NOT ON CIFAR-10" in summary(tmp_path)["warnings"][0]

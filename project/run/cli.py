@@ -333,8 +333,10 @@ class TrainCLI(LightningCLI):
         assert self.hardware is not None
         first = rank_zero_only.rank == 0
         if first:
-            print("\n".join(plan(self.config, self.hardware, self.model, self.datamodule, self.run_directory, sys.argv)))
-            sys.stdout.flush()
+            run, found = self.run_directory, self.continuation
+            resumes = f"from step {found.step}, {found.checkpoint}" if found.checkpoint else ""
+            lines = plan(self.config, self.hardware, self.model, self.datamodule, run, sys.argv, resumes)
+            print("\n".join(lines), flush=True)
         if lacking(self.hardware):
             if first:
                 print("No forward pass, which this machine could not make.")

@@ -21,7 +21,15 @@ from project.run.steps import as_text, program_for, replaced_by
 WEIGHTS = {"64": torch.float64, "64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 
-def plan(config: Namespace, hardware: Hardware, model: Any, data: Any, run: RunDirectory, command: list[str]) -> list[str]:
+def plan(
+    config: Namespace,
+    hardware: Hardware,
+    model: Any,
+    data: Any,
+    run: RunDirectory,
+    command: list[str],
+    resumes: str = "",
+) -> list[str]:
     """Return the lines that describe a command.
 
     Args:
@@ -31,8 +39,11 @@ def plan(config: Namespace, hardware: Hardware, model: Any, data: Any, run: RunD
         data: The data module; the images of one that has no `plan` are not described.
         run: Where it would write.
         command: The script and its flags.
+        resumes: What it would go on from; empty for nothing.
     """
     facts = {**_hardware(hardware), **_training(config, hardware, model, data), "writes": f"{run.planned()}/"}
+    if resumes:
+        facts["resumes"] = resumes
     width = max(map(len, facts)) + 2
     lacks = lacking(hardware)
     program = program_for(hardware.on_gpu, hardware.family)
