@@ -3,7 +3,9 @@
 import os
 import random
 import signal
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,16 +58,23 @@ def assert_same_run(place: Path, whole: Path) -> None:
 # ---- kill -9
 
 
+@pytest.fixture
+def other_file_system() -> Iterator[str]:
+    """A folder for temporary files that lies on another file system than the runs."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", DEVICES)
 def test_killed_twenty_times_it_ends_with_the_weights_of_an_uninterrupted_run(
-    devices: str, whole: dict[str, Path], tmp_path: Path, cache: list[str]
+    devices: str, whole: dict[str, Path], tmp_path: Path, cache: list[str], other_file_system: str
 ) -> None:
     """The whole group at once: half of the times at any moment, half in the middle of writing a checkpoint."""
-    draw, in_the_write, other_file_system = random.Random(len(devices)), 0, Path("/dev/shm")
+    draw, in_the_write = random.Random(len(devices)), 0
     folder = tmp_path / RUN / "checkpoints"
     for number in range(20):
-        with Command(tmp_path, *LONG, *DEVICES[devices], *cache, "--resume", TMPDIR=str(other_file_system)) as command:
+        with Command(tmp_path, *LONG, *DEVICES[devices], *cache, "--resume", TMPDIR=other_file_system) as command:
             if number % 2:
                 before = steps_saved(tmp_path)
                 wait_for(lambda before=before: steps_saved(tmp_path) > before, 60)
@@ -174,13 +183,16 @@ def test_ctrl_c_saves_and_exits_with_130_and_a_second_one_stops_at_once(
         assert command.wait(30) == 130
         assert command.output.splitlines()[-1].endswith("--resume continues")
     assert steps_in_tensorboard(tmp_path) == list(range(steps_saved(tmp_path)))
-    with Command(tmp_path, *flags, "--resume") as command:
-        wait_for(lambda: "resume: from step" in command.output and "epoch" in command.output, 60)
+    rank = len(DEVICES[devices]) // 4  # the last
+    with Command(tmp_path, *flags, "--name", "hanging", *failing("hang", rank)) as command:
+        wait_for(lambda: "hanging at step" in command.output, 60)
         os.killpg(command.pid, signal.SIGINT)
+        time.sleep(2)
+        assert command.process.poll() is None  # it waits for the step to end
         os.killpg(command.pid, signal.SIGINT)
         before = time.monotonic()
         assert command.wait(30) == 130
-        assert time.monotonic() - before < 6
+        assert time.monotonic() - before < 5
         assert "Traceback" not in command.output
 
 

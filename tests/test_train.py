@@ -103,8 +103,9 @@ def test_it_says_at_the_start_and_at_the_end_that_it_is_not_cifar10(run: Run) ->
 def test_one_directory_whatever_the_number_of_processes(run: Run) -> None:
     assert [path.name for path in run.folder.parent.iterdir()] == ["version_0"]
     files = {path.name for path in run.folder.iterdir() if not path.name.startswith("events.")}
-    assert files == {"checkpoints", "config.yaml", "summary.json"}
-    assert {path.name for path in (run.folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    assert files == {".lock", "checkpoints", "config.yaml", "summary.json"}
+    kept = {path.name for path in (run.folder / "checkpoints").iterdir()}
+    assert kept == {"best.ckpt", "last.ckpt", "previous.ckpt"}
 
 
 def test_the_terminal_shows_the_figures_in_words_and_nothing_else(run: Run) -> None:
@@ -144,6 +145,7 @@ def test_tensorboard_reads_every_figure(run: Run) -> None:
     assert sum(by_class) / 10 == pytest.approx(run.summary["test_accuracy"], abs=1e-6)  # classes of equal size
 
 
+@pytest.mark.slow
 def test_its_config_repeats_the_run(run: Run, tmp_path: Path) -> None:
     again = run_of(tmp_path, train(tmp_path, "--config", run.folder / "config.yaml"))
     assert again.summary["test_accuracy"] == run.summary["test_accuracy"]
@@ -216,7 +218,7 @@ def weights_of_one_process(tmp_path_factory: pytest.TempPathFactory, cache: list
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ddp_ends_with_the_weights_of_one_process(
     devices: int, recipe: str, weights_of_one_process: Weights, tmp_path: Path, cache: list[str]
 ) -> None:

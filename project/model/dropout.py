@@ -31,6 +31,7 @@ class Dropout(nn.Module):
         self.key: Sequence[int] | None = None  # of this step's draws; None outside a Classifier
         self.batch_size = 0  # images in the global batch
         self.rows = slice(None)  # this device's images among them
+        self.calls = 0  # in this step; a layer may be used twice
 
     def begin_step(self, key: Sequence[int], batch_size: int, rows: slice) -> None:
         """Say what the coming forward pass is a part of.
@@ -40,14 +41,16 @@ class Dropout(nn.Module):
             batch_size: Images in the global batch.
             rows: This device's images among them.
         """
-        self.key, self.batch_size, self.rows = key, batch_size, rows
+        self.key, self.batch_size, self.rows, self.calls = key, batch_size, rows, 0
 
     def forward(self, features: Tensor) -> Tensor:
         """Map features, float (B, ...), to features of the same shape."""
         if not self.training or self.p == 0:
             return features
-        if self.key is None:
+        if self.key is None or len(range(self.batch_size)[self.rows]) != len(features):  # no part of a training step
             return nn.functional.dropout(features, self.p)
-        draws = torch.rand(self.batch_size, *features.shape[1:], generator=generator(*self.key))[self.rows]
+        stream = generator(*self.key[:-1], self.calls, self.key[-1])
+        self.calls += 1
+        draws = torch.rand(self.batch_size, *features.shape[1:], generator=stream)[self.rows]
         kept = (draws >= self.p).to(features.device)
         return features * kept / (1 - self.p)

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 
 from project.run.signals import stop_signal
-from project.run.storage import DamagedCheckpoint, read_checkpoint, write_durably
+from project.run.storage import DamagedCheckpoint, DurableCheckpointIO, read_checkpoint, write_durably
 
 
 class RunCheckpoints(Checkpoint):
@@ -42,11 +42,10 @@ class RunCheckpoints(Checkpoint):
         self.resumed_from: str | None = None  # the checkpoint that this run continues
         self.in_place = True  # whether it does so in the same run directory
         self._metrics: dict[str, float] = {}  # what was logged last before a resumed run stopped
-        self._improved = False
+        self._settled = False
         self._last_saved = 0
         self._validated = False  # since the last boundary
         self._place = ""  # of the save going on; empty for one that a callback of the user's makes
-        self._stopped_early = False
 
     def _path(self, name: str) -> str:
         return str(Path(self.dirpath or "", f"{name}.ckpt"))
@@ -58,16 +57,13 @@ class RunCheckpoints(Checkpoint):
         stop_signal.join(trainer.global_rank, trainer.world_size)
         trainer.precision_plugin.convert_module(pl_module)  # Lightning does so later, when float64 would have been cut
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the best checkpoint of the history that this run continues."""
-        if self.resumed_from is not None:
-            self._bring_best(trainer, Path(self.resumed_from))
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """From here on a signal saves first."""
+        self._settle(trainer)
         self._last_saved = trainer.global_step if self.in_place else 0
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self._metrics.items()})
-        trainer.should_stop = trainer.should_stop or self._stopped_early
+        early = [callback for callback in trainer.callbacks if isinstance(callback, EarlyStopping)]
+        trainer.should_stop = trainer.should_stop or any(callback.stopped_epoch > 0 for callback in early)  # as restored
         stop_signal.begin_training()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -91,22 +87,22 @@ class RunCheckpoints(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Stop in the middle of a validation, which is then done from its beginning."""
-        batches = trainer.fit_loop.epoch_loop.batch_progress
-        pending = batches.current.ready % trainer.accumulate_grad_batches and not batches.is_last_batch
-        if trainer.state.fn == "fit" and not trainer.sanity_checking and not pending:
+        in_fit = trainer.state.fn == "fit" and not trainer.sanity_checking
+        finished = 0 <= trainer.max_steps <= trainer.global_step  # Lightning would not validate again
+        if in_fit and not finished and not _gradients_pending(trainer):
             self._boundary(trainer, "validation", False)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare."""
+        """Save what was validated, if it is the best."""
         score = trainer.callback_metrics.get(self.monitor)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._validated = True
             if score is not None and (self.best_score is None or float(score) > self.best_score):
-                self.best_score, self.best_step, self._improved = float(score), trainer.global_step, True
+                self.best_score, self.best_step = float(score), trainer.global_step
+                self._save(trainer, "validation", "best")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the end."""
-        self._stopped_early = trainer.should_stop
         if trainer.global_step > 0:
             self._save(trainer, "end")
         stop_signal.end_training()
@@ -114,7 +110,7 @@ class RunCheckpoints(Checkpoint):
     def _boundary(self, trainer: Trainer, place: str, due: bool) -> None:
         stop = not stop_signal.passes()
         new = trainer.global_step != self._last_saved
-        if (new and (stop or due)) or (self._improved and place != "validation"):
+        if new and (stop or due):
             self._save(trainer, place)
         if stop:
             stopped = stop_signal.stopped()
@@ -125,21 +121,29 @@ class RunCheckpoints(Checkpoint):
 
     # ---- what
 
-    def _save(self, trainer: Trainer, place: str) -> None:
-        if trainer.fast_dev_run or self.dirpath is None or trainer.global_step == 0:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A finished run that is continued has no start."""
+        self._settle(trainer)
+
+    def _save(self, trainer: Trainer, place: str, name: str = "last") -> None:
+        if trainer.fast_dev_run or self.dirpath is None or (trainer.global_step == 0 and name == "last"):
             return
         for logger in trainer.loggers:
             logger.save()  # whatever was logged before a checkpoint is on disk before it
+        storage = trainer.strategy.checkpoint_io
+        if isinstance(storage, DurableCheckpointIO) and name == "last":
+            # Not at the same step, and not where the last one was found damaged.
+            keep = self.last_model_path and self._last_saved != trainer.global_step
+            storage.previous = Path(self._path("previous")) if keep else None
         self._place = place
-        options = {"previous": Path(self._path("previous"))} if self._last_saved != trainer.global_step else None
-        self.last_model_path = self._path("last")
-        trainer.save_checkpoint(self.last_model_path, storage_options=options)
-        if self._improved:
-            self.best_model_path = self._path("best")
-            trainer.save_checkpoint(self.best_model_path)
-            self._improved = False
+        trainer.save_checkpoint(self._path(name))
         self._place = ""
-        self._last_saved = trainer.global_step
+        if name == "best":
+            self.best_model_path = self._path(name)
+        else:
+            self.last_model_path, self._last_saved = self._path(name), trainer.global_step
+            if isinstance(storage, DurableCheckpointIO):
+                storage.previous = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add what a run needs to be continued."""
@@ -149,7 +153,7 @@ class RunCheckpoints(Checkpoint):
             "best_score": self.best_score,
             "best_step": self.best_step,
             "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
-            "stopped_early": self._place == "end" and self._stopped_early,
+            "gradients_pending": trainer.training and _gradients_pending(trainer),
         }
         if self._place:
             _nothing_half_done(checkpoint["loops"]["fit_loop"], self._place, self._validated, trainer)
@@ -159,10 +163,15 @@ class RunCheckpoints(Checkpoint):
         if trainer.state.fn == "fit":
             run = checkpoint.get("run", {})
             self.best_score, self.best_step = run.get("best_score"), run.get("best_step")
-            self._stopped_early = run.get("stopped_early", False)
             self._metrics = run.get("metrics", {})
             self.warnings.extend(text for text in run.get("warnings", []) if text not in self.warnings)
             self._last_saved = checkpoint["global_step"]
+
+    def _settle(self, trainer: Trainer) -> None:
+        """Once a resumed run is sure to go on, find the best checkpoint of its history."""
+        if self.resumed_from is not None and not self._settled:
+            self._settled = True
+            self._bring_best(trainer, Path(self.resumed_from))
 
     def _bring_best(self, trainer: Trainer, source: Path) -> None:
         """Have the best checkpoint so far as `best.ckpt`: it may be elsewhere, or from steps that are now done again."""
@@ -180,8 +189,14 @@ class RunCheckpoints(Checkpoint):
             self.best_model_path = self._path("best")
         else:
             self.best_score = self.best_step = None  # the next validation is the best
-        if self.in_place:
+        if self.in_place and source.name == "last.ckpt":
             self.last_model_path = self._path("last")
+
+
+def _gradients_pending(trainer: Trainer) -> bool:
+    """Return, after a batch, whether its gradients wait for those of the next one."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    return bool(batches.current.ready % trainer.accumulate_grad_batches) and not batches.is_last_batch
 
 
 def _is_under_way(trainer: Trainer) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from jsonargparse import Namespace
+from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -22,11 +23,12 @@ from project.errors import UsageError
 from project.run.callbacks import RunRecord
 from project.run.checkpoints import RunCheckpoints
 from project.run.checks import Hardware, check_hardware, nearest
+from project.run.exit import LAUNCHED_BY_US
 from project.run.launch import launch, launched_from_outside, meet_again
 from project.run.notices import Notices
 from project.run.outputs import RunDirectory, RunLogger, SaveConfig, expanded, newest_run, restarted_job
 from project.run.plan import ShowShapes, blank_batch, lacking, plan
-from project.run.resume import Continuation, check_same, from_path, in_directory, without_hardware
+from project.run.resume import Continuation, base_of, check_same, from_path, in_directory
 from project.run.signals import stop_signal
 from project.run.storage import DurableCheckpointIO, read_checkpoint
 from project.run.summary import closing_lines, num_replicas, summarise, write_summary
@@ -145,7 +147,7 @@ class TrainCLI(LightningCLI):
     ) -> None:
         self._launches = args is None and not launched_from_outside()
         self._store = meet_again()
-        if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             stop_signal.join(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         self.notices = Notices()
         self.notices.install()
@@ -186,13 +188,21 @@ class TrainCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, and check the seed, which is used before anything else."""
-        self.config = parser.parse_args(args)
-        self.continuation = self._find_continuation()
+        given = sys.argv[1:] if args is None else list(args)
+        try:
+            self.config = parser.parse_args(given)
+            self.continuation = self._find_continuation(self.config)
+        except UsageError:  # settings of a network or an optimizer that only the checkpoint names?
+            if not any(arg.startswith("--resume") for arg in given):
+                raise
+            alone = parser.parse_args([arg for flag in ("resume", "name", "log_dir") for arg in flag_of(flag, given)])
+            self.continuation = self._find_continuation(alone)
+            if not self.continuation.config:
+                raise
         if self.continuation.config:  # what the command line does not say is as it was, but for the hardware
-            given = sys.argv[1:] if args is None else args
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder, "config.yaml")
-                file.write_text(without_hardware(self.continuation.config))
+                file.write_text(base_of(self.continuation.config, given))
                 self.config = parser.parse_args(["--config", str(file), *given])
             self.config.pop("config", None)
             if self.continuation.checkpoint is not None:
@@ -203,17 +213,18 @@ class TrainCLI(LightningCLI):
         if isinstance(seed, bool) or not 0 <= seed < 2**32:
             raise UsageError(f"--seed {seed} must be a whole number from 0 to {2**32 - 1}")
 
-    def _find_continuation(self) -> Continuation:
-        """Return what to go on from."""
-        config, job = self.config, restarted_job()
-        if isinstance(config.resume, str):
-            found = from_path(expanded(config.resume))
-        elif config.resume or job:
-            run = newest_run(config.log_dir, config.name, None if config.resume else job)
-            found = in_directory(run) if run is not None else Continuation(None, None)
-        else:
-            found = Continuation(None, None)
-        return found
+    def _find_continuation(self, config: Namespace) -> Continuation:
+        """Return what to go on from: a restarted job's own run, or what `--resume` says."""
+        log_dir, name, resume, job = config.log_dir, config.name, config.resume, restarted_job()
+        if job and (own := stop_signal.agree_on("run", lambda: str(newest_run(log_dir, name, job) or ""))):
+            return in_directory(Path(own))
+        if isinstance(resume, str):
+            path = expanded(resume)
+            # What the launcher hands on is a run that it has found itself, be it without a checkpoint.
+            return in_directory(path) if LAUNCHED_BY_US in os.environ and path.is_dir() else from_path(path)
+        if resume and (newest := stop_signal.agree_on("newest run", lambda: str(newest_run(log_dir, name) or ""))):
+            return in_directory(Path(newest))
+        return Continuation(None, None)
 
     def before_instantiate_classes(self) -> None:
         """Check the hardware flags before anything is built; where they want several processes, start them, and end."""
@@ -276,8 +287,12 @@ class TrainCLI(LightningCLI):
             kwargs["callbacks"].append(self.checkpoints)
         self._say_what_it_resumes()
         if self._spawns:
+            stop_signal.otherwise = "ended; a strategy that spawns saves nothing on a signal: see --checkpoint_every"
             _ = self.run_directory.path  # before the processes of fit and those of test each make one
         kwargs["plugins"] = [*_as_list(config.plugins), DurableCheckpointIO()]
+        if SLURMEnvironment.detect() and not any(isinstance(p, ClusterEnvironment) for p in kwargs["plugins"]):
+            # Lightning's own checkpoint for a requeued job would be taken up by every other run of the same log_dir.
+            kwargs["plugins"].append(SLURMEnvironment(auto_requeue=False))
         if config.enable_progress_bar is None:
             kwargs["enable_progress_bar"] = sys.stdout.isatty()
         if config.default_root_dir is None:
@@ -398,6 +413,16 @@ class TrainCLI(LightningCLI):
             if isinstance(logger, RunLogger):
                 logger.log_hyperparams(settings, metrics, step=self.trainer.global_step)
                 logger.save()
+
+
+def flag_of(name: str, given: Sequence[str]) -> list[str]:
+    """Return a flag and its value as they stand on a command line; nothing where they do not."""
+    for place, arg in enumerate(given):
+        if arg.startswith(f"--{name}="):
+            return [arg]
+        if arg == f"--{name}":
+            return [arg, *(value for value in given[place + 1 : place + 2] if not value.startswith("-"))]
+    return []
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -34,23 +34,18 @@ def exit_codes() -> Iterator[None]:
     except (UsageError, RunError) as error:
         _fail(2 if isinstance(error, UsageError) else 1, f"error: {error}")
     except SystemExit as error:
-        if error.code or not _launched():
+        if error.code or not _launched() or {"-h", "--help", "--print_config"} & set(sys.argv):
             raise
         _fail(1, f"it left before the end, with exit code 0\n{traceback.format_exc()}")
     except OSError as error:
-        _fail(1, f"error: {no_space(error)}" if error.errno in NO_SPACE else traceback.format_exc())
+        _fail(1, f"error: {no_space(error)}" if error.errno in NO_SPACE and error.filename else traceback.format_exc())
     except Exception:
         _fail(1, traceback.format_exc())
 
 
-def no_space(error: OSError, path: str | os.PathLike[str] | None = None) -> str:
-    """Say in one line that a file could not be written for want of space.
-
-    Args:
-        error: What the operating system said.
-        path: The file, where the error does not name it.
-    """
-    name = os.path.abspath(path or error.filename or os.getcwd())
+def no_space(error: OSError) -> str:
+    """Say in one line that a file, which the error names, could not be written for want of space."""
+    name = os.path.abspath(error.filename)
     folder = name
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)

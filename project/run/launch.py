@@ -21,6 +21,7 @@ from project.errors import UsageError
 from project.run.exit import LAUNCHED_BY_US
 from project.run.signals import NAMES, SECONDS_TO_SAVE, stop_signal
 
+STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT)  # exit codes
 SECONDS_TO_FOLLOW = 5  # that the other ranks have to end by themselves when one has failed
 
 
@@ -43,6 +44,16 @@ class Rank:
     code: int | None = None
     ended: float = 0.0
     at_fault: bool = True
+
+    @property
+    def says(self) -> str:
+        """Its account; empty where it has left none."""
+        return json.loads(self.account.read_text())["message"]["message"] if self.account.exists() else ""
+
+    @property
+    def account_written(self) -> float:
+        """When it wrote its account; never, where it has not."""
+        return self.account.stat().st_mtime if self.account.exists() else float("inf")
 
 
 def launched_from_outside() -> bool:
@@ -81,11 +92,11 @@ def launch(num_processes: int, num_nodes: int, more: list[str]) -> int:
     """
     node_rank = int(os.environ.get("NODE_RANK", "0"))
     store = _host_store(num_nodes, node_rank)
-    stop_signal.uninstall()
     heard: list[int] = []
     for signum in NAMES:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, lambda number, frame: heard.append(number))
+    stop_signal.uninstall()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[Rank] = []
         try:
@@ -136,10 +147,10 @@ def _host_store(num_nodes: int, node_rank: int) -> TCPStore:
 
 def _watch(ranks: list[Rank], store: TCPStore, heard: list[int]) -> int:
     """Wait for all ranks; return the command's exit code."""
-    stop, deadline, code = 0, float("inf"), 0
+    stop, deadline, code, stopped = 0, float("inf"), 0, 0.0
     while any(rank.code is None for rank in ranks):
         if heard and not stop:
-            stop, deadline = heard[0], time.monotonic() + SECONDS_TO_SAVE + 5
+            stop, deadline, stopped = heard[0], time.monotonic() + SECONDS_TO_SAVE + 5, time.time()
             store.set("stop/0/signum", str(stop))  # ranks that are not connected yet see it when they are
             if stop == signal.SIGTERM:
                 _signal_all(ranks, stop)
@@ -148,8 +159,8 @@ def _watch(ranks: list[Rank], store: TCPStore, heard: list[int]) -> int:
         for rank in ranks:
             if rank.code is None and (ended := rank.process.poll()) is not None:
                 rank.code, rank.ended = ended, time.time()
-                if not stop and ended in (143, 130, -signal.SIGTERM, -signal.SIGINT):  # it alone was told
-                    stop, deadline = abs(ended) % 128, time.monotonic() + SECONDS_TO_SAVE + 5
+                if not stop and ended in STOPPED:  # it alone was told
+                    stop, deadline, stopped = abs(ended) % 128, time.monotonic() + SECONDS_TO_SAVE + 5, time.time()
                     _signal_all(ranks, signal.SIGTERM)
                 elif not stop and not code and not _finished(rank, store):
                     code, deadline = 2 if ended == 2 else 1, time.monotonic() + SECONDS_TO_FOLLOW
@@ -160,17 +171,21 @@ def _watch(ranks: list[Rank], store: TCPStore, heard: list[int]) -> int:
                     rank.process.kill()
                     rank.code = rank.process.wait()
         time.sleep(0.02)
-    if stop:
-        return 128 + stop
-    if code:
-        first, words = _first_failure([rank for rank in ranks if rank.at_fault and not _finished(rank, store)])
+    failed = [rank for rank in ranks if rank.at_fault and rank.code not in STOPPED and not _finished(rank, store)]
+    if stop:  # ranks that missed one which had already stopped have not failed
+        failed = [rank for rank in failed if rank.says.startswith("error: ") or rank.account_written < stopped]
+    if failed:
+        first, words = first_failure(failed)
         print(words, file=sys.stderr, flush=True)
         return 2 if first.code == 2 else 1
-    return 0
+    return 128 + stop if stop else 0
 
 
 def _finished(rank: Rank, store: TCPStore) -> bool:
-    return rank.code == 0 and store.check([f"stop/0/done/{rank.number}"])
+    try:
+        return rank.code == 0 and store.check([f"stop/0/done/{rank.number}"])
+    except RuntimeError:  # the machine that kept the store has finished and left
+        return True
 
 
 def _signal_all(ranks: list[Rank], signum: int) -> None:
@@ -179,25 +194,23 @@ def _signal_all(ranks: list[Rank], signum: int) -> None:
             rank.process.send_signal(signum)
 
 
-def _first_failure(failed: list[Rank]) -> tuple[Rank, str]:
-    """Return the rank that failed first, and its words.
+def first_failure(failed: list[Rank]) -> tuple[Rank, str]:
+    """Return the rank that failed first, and what to print of it.
 
-    One that was killed leaves no account, and has been the cause of those that missed it; of the others the first to
-    write one was.
+    One that was killed leaves no account, and its end is seen a little late; those that missed it write theirs after.
     """
 
-    def order(rank: Rank) -> tuple[bool, float]:
-        silent = not rank.account.exists()
-        return not silent, rank.ended if silent else rank.account.stat().st_mtime
+    def when(rank: Rank) -> float:
+        if rank.says:
+            return rank.account_written
+        return rank.ended - (2 if rank.code == -signal.SIGKILL else 0.2)
 
-    rank = min(failed, key=order)
-    if rank.account.exists():
-        words = json.loads(rank.account.read_text())["message"]["message"]
-        if words.startswith("error: "):
-            same = sum(words in other.account.read_text() for other in failed if other.account.exists()) > 1
-            alone = rank.number > 0 and not same
-            return rank, words.replace("error:", f"error on rank {rank.number}:", 1) if alone else words
-        return rank, f"rank {rank.number} failed first:\n{words.rstrip()}"
+    rank = min(failed, key=when)
+    if rank.says.startswith("error: "):
+        alone = rank.number > 0 and sum(other.says == rank.says for other in failed) == 1
+        return rank, rank.says.replace("error:", f"error on rank {rank.number}:", 1) if alone else rank.says
+    if rank.says:
+        return rank, f"rank {rank.number} failed first:\n{rank.says.rstrip()}"
     assert rank.code is not None
     if rank.code < 0:
         name = signal.Signals(-rank.code).name

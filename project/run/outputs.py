@@ -183,6 +183,7 @@ class SaveConfig(SaveConfigCallback):
         self.run = run
         self.notices = notices
         self.first_step = first_step
+        self._settled = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Run before anything is written; Lightning sets checkpoint callbacks up after all others."""
@@ -197,6 +198,10 @@ class SaveConfig(SaveConfigCallback):
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the whole configuration, "auto" resolved, so that `--config` with it repeats the run."""
+        if self.run.continued is None:
+            self._write(trainer)
+
+    def _write(self, trainer: Trainer) -> None:
         text = self._as_yaml(trainer).encode()
         write_durably(self.run.path / self.config_filename, lambda file: file.write(text))
 
@@ -207,13 +212,23 @@ class SaveConfig(SaveConfigCallback):
             config.data.source = trainer.datamodule.resolved_source  # type: ignore[attr-defined]
         return self.parser.dump(config, skip_unset=False)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the points of steps that are now done again out of TensorBoard's files."""
-        if trainer.is_global_zero:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Once a continued run is sure to go on, bring its files to where it goes on from."""
+        self._settle(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The same for one that had finished, and has no start."""
+        self._settle(trainer)
+
+    def _settle(self, trainer: Trainer) -> None:
+        """Take the points of steps that are now done again out of TensorBoard's files, and write this configuration."""
+        if self.run.continued is not None and trainer.is_global_zero and not self._settled:
+            self._settled = True
             for path in self.run.earlier_events:
-                purge(path, self.first_step)
+                purge(path, trainer.global_step)
+            self._write(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take back the directory of a run that the user's mistake ended before its first step."""
-        if isinstance(exception, UsageError) and trainer.is_global_zero and trainer.global_step == 0:
+        if isinstance(exception, UsageError) and trainer.is_global_zero and trainer.global_step <= self.first_step:
             self.run.remove()

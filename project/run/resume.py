@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,11 @@ def _continuation(run: Path | None, path: Path, checkpoint: dict[str, Any], dama
         raise UsageError(
             f"--resume {path} is no checkpoint of a training run: it lacks the optimizer's state; it cannot be continued"
         )
+    if checkpoint.get("run", {}).get("gradients_pending"):
+        raise UsageError(
+            f"--resume {path} was saved by a validation between the batches of one step, whose gradients it has not;"
+            " give last.ckpt, or the run directory"
+        )
     config = checkpoint.get("run", {}).get("config", "")
     return Continuation(run, path, checkpoint["global_step"], config, damaged)
 
@@ -130,11 +135,20 @@ def check_same(before: str, now: str, checkpoint: Path, flags: Mapping[str, str]
             )
 
 
-def without_hardware(config: str) -> str:
-    """Return a configuration, YAML, without what says where to run: that is the command line's to say, each time."""
+def base_of(config: str, given: Sequence[str]) -> str:
+    """Return a run's configuration, YAML, as what a command line that continues it is added to.
+
+    It lacks what says where to run, which is the command line's to say each time, and lists that the command line appends
+    to: the same command appended to them before.
+    """
     settings = yaml.safe_load(config)
-    for name in ("accelerator", "devices", "strategy", "num_nodes"):
-        settings.get("trainer", {}).pop(name, None)
+    appended = [match[1] for arg in given if (match := re.match(r"--([\w.]+)\+(?:=|$)", arg))]
+    for name in ("trainer.accelerator", "trainer.devices", "trainer.strategy", "trainer.num_nodes", *appended):
+        *parents, last = name.split(".")
+        part = settings
+        for parent in parents:
+            part = part.get(parent) or {}
+        part.pop(last, None)
     return yaml.safe_dump(settings, sort_keys=False)
 
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -51,6 +52,7 @@ class StopSignal:
         self._deadline = 0.0
         self._store: Any = None
         self._rank, self._world_size = 0, 1
+        self.otherwise = "stopped; nothing was left to save"  # what to say outside training
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
     # ---- called by the main thread
@@ -132,9 +134,20 @@ class StopSignal:
     def done(self) -> None:
         """Tell the launcher that this rank leaves because it has finished, and listen no longer."""
         self.uninstall()
+        for signum, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+            if signal.getsignal(signum) is _nothing:
+                signal.signal(signum, handler)
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"done/{self._rank}", "1")
+
+    def agree_on(self, name: str, find: Callable[[], str]) -> str:
+        """Have rank 0 find something, and tell the others, where they can hear of each other already."""
+        if self._store is None:
+            return find()
+        if self._rank == 0:
+            self._store.set(name, f"={find()}")
+        return self._store.get(name).decode()[1:]
 
     # ---- the thread
 
@@ -155,9 +168,7 @@ class StopSignal:
                 self._leave(128 + self._signum, f"not done within {SECONDS_TO_SAVE} s; the checkpoints on disk are whole")
             if self._store is not None:
                 try:
-                    if not self._signum and self._store.check(["signum"]):
-                        self._request(int(self._store.get("signum")))
-                    self._agree()
+                    self._hear()
                 except RuntimeError:  # whoever kept the store has left
                     if self._signum:
                         self._leave(128 + self._signum)
@@ -179,9 +190,12 @@ class StopSignal:
                 self._store.compare_set("signum", "", str(int(signum)))
                 self._store.set(f"passed/{self._rank}", passed)
         if passed == "nothing to save":
-            self._leave(128 + signum, "stopped; nothing was left to save")
+            self._leave(128 + signum, self.otherwise)
 
-    def _agree(self) -> None:
+    def _hear(self) -> None:
+        """Look whether another rank has heard of a signal, and where all can stop."""
+        if not self._signum and self._store.check(["signum"]):
+            self._request(int(self._store.get("signum")))
         keys = [f"passed/{rank}" for rank in range(self._world_size)]
         if not self._signum or self._stop_at is not None or not self._store.check(keys):
             return
@@ -207,12 +221,13 @@ def _nothing(signum: int, frame: Any) -> None:
 
 
 def _forget() -> None:
-    """In a forked process, which shares the descriptor: write nothing to it, and be ended by SIGTERM."""
+    """In a forked process, which shares the descriptor: write nothing to it, and be ended by signals again."""
     with contextlib.suppress(ValueError):  # forked from another thread than the main one
         if signal.set_wakeup_fd(-1) == -1:
             return  # no script of ours
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    stop_signal.__init__()  # type: ignore[misc] # in place: others hold a reference
 
 
 stop_signal = StopSignal()  # of this process

@@ -26,15 +26,16 @@ class DurableCheckpointIO(TorchCheckpointIO):
     Lightning's own writer stages in $TMPDIR, and moving from there to another file system is a copy that can be cut off.
     """
 
+    previous: Path | None = None  # where the next save puts the file that bore the name before; None for nowhere
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Save to a path on disk; with `storage_options={"previous": path}` the file that bore the name goes there."""
+        """Save to a path on disk."""
         # step 14: Lightning calls this on rank 0 alone, with names that have no prefix
-        previous = (storage_options or {}).get("previous")
         try:
-            write_durably(Path(path), lambda file: torch.save(checkpoint, file), previous)
+            write_durably(Path(path), lambda file: torch.save(checkpoint, file), self.previous)
         except OSError as error:
             if error.errno in NO_SPACE:
-                raise RunError(no_space(error, path) + ". The checkpoints before it are whole") from error
+                raise RunError(no_space(error) + ". The checkpoints before it are whole") from error
             raise
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
@@ -60,14 +61,19 @@ def write_durably(path: Path, write: Callable[[Any], None], previous: Path | Non
             watched = _Watched(file)
             try:
                 write(watched)
-            except RuntimeError:  # torch's writer tells of a full disk in its own way
-                raise watched.error or RuntimeError(f"{path} could not be written") from watched.error
+            except RuntimeError as error:  # torch's writer tells of a full disk in its own way
+                if watched.error is None:
+                    raise
+                raise watched.error from error
             file.flush()
             os.fsync(file.fileno())
         if previous is not None and path.exists():
             _give_second_name(path, previous)
         os.replace(temporary, path)
         _sync_folder(path.parent)
+    except OSError as error:
+        error.filename = error.filename if isinstance(error.filename, str) and ".tmp" not in error.filename else str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

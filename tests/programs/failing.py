@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ class Fail(Callback):
     """Fail on one rank, at one step.
 
     Args:
-        how: "raise", "data", "exit", "vanish", "kill", "kill once" or "mistake".
+        how: "raise", "data", "exit", "vanish", "kill", "kill once", "mistake" or "hang".
         rank: The rank that fails.
         step: The optimizer step.
     """
@@ -39,6 +40,9 @@ class Fail(Callback):
             raise ZeroDivisionError("rank fails in its step")
         if self.how == "mistake":
             raise UsageError("--data.root is not on this machine")
+        if self.how == "hang":
+            print("hanging at step", self.step, flush=True)
+            time.sleep(60)
         if self.how == "exit":
             sys.exit(0)
         if self.how == "vanish":
