@@ -224,9 +224,11 @@ def test_another_run_than_the_checkpoints_is_refused(flags: str, stopped: Path, 
 
 
 def test_a_schedule_that_spans_the_run_cannot_be_made_longer(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (stopped / RUN / ".lock").touch()
+    before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
     with pytest.raises(UsageError, match=r"falls over 8 optimizer steps, this command's over 12"):
         Run(stopped, "--resume", "--max_epochs", "3", monkeypatch=monkeypatch)
-    assert (stopped / RUN / "checkpoints" / "last.ckpt").exists()
+    assert {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize(
@@ -247,6 +249,13 @@ def test_with_a_constant_rate_a_finished_run_can_be_made_longer(
         step for (tag, step, _), times in points(tmp_path / "longer").items() if tag == "train/loss" for _ in range(times)
     )
     assert losses == list(range(8))
+
+
+def test_fewer_epochs_than_are_done_and_another_name_are_refused(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"--max_epochs 0: .*last\.ckpt has done 1 already; give at least 1"):
+        Run(stopped, "--resume", "--max_epochs", "0", monkeypatch=monkeypatch)
+    with pytest.raises(UsageError, match=r"--name other: .* is a run of default and stays there"):
+        Run(stopped, "--resume", RUN, "--name", "other", monkeypatch=monkeypatch)
 
 
 def test_a_finished_run_is_tested_again_and_nothing_is_doubled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +281,7 @@ def test_a_run_without_a_checkpoint_begins_again_in_its_place(
 ) -> None:
     shutil.rmtree(stopped / RUN / "checkpoints")
     Run(stopped, "--resume", monkeypatch=monkeypatch)
-    assert "has no checkpoint yet, so from its first step" in capsys.readouterr().out
+    assert "has no checkpoint yet, so from its first step, set as its config.yaml says" in capsys.readouterr().out
     assert sorted(step for (tag, step, _) in points(stopped) if tag == "train/loss") == list(range(8))
     assert [path.name for path in (stopped / RUN).parent.iterdir()] == ["version_0"]
 

@@ -143,7 +143,7 @@ def test_sigterm_to_the_group_leaves_the_workers_of_data_loaders_to_the_run(tmp_
         wait_for(lambda: "epoch 2/" in command.output, 60)
         os.killpg(command.pid, signal.SIGTERM)
         assert command.wait(30) == 143, command.output
-        assert command.output.splitlines()[-1].endswith("--resume continues")
+        assert command.output.splitlines()[-1].endswith(f"go on with --resume {RUN}")
         assert steps_in_tensorboard(tmp_path) == list(range(steps_saved(tmp_path)))
 
 
@@ -181,7 +181,7 @@ def test_ctrl_c_saves_and_exits_with_130_and_a_second_one_stops_at_once(
         wait_for(lambda: "epoch 2/" in command.output, 60)
         os.killpg(command.pid, signal.SIGINT)  # as a terminal does
         assert command.wait(30) == 130
-        assert command.output.splitlines()[-1].endswith("--resume continues")
+        assert command.output.splitlines()[-1].endswith(f"go on with --resume {RUN}")
     assert steps_in_tensorboard(tmp_path) == list(range(steps_saved(tmp_path)))
     rank = len(DEVICES[devices]) // 4  # the last
     with Command(tmp_path, *flags, "--name", "hanging", *failing("hang", rank)) as command:

@@ -223,8 +223,9 @@ class Classifier(LightningModule):
     def _not_finite(self, step: int, what: str) -> RunError:
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
         return RunError(
-            f"step {step}: {what}, at learning rate {rate:g}; the run ends here, and its last checkpoint is as it was."
-            " Lower --lr, or set --model.max_grad_norm"
+            f"step {step}: {what}, at learning rate {rate:g}; the run ends before that step reaches the weights or a"
+            " checkpoint. Start a new one, without --resume, with a lower --lr"
+            + (" or with --model.max_grad_norm" if self.max_grad_norm is None else "")
         )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -54,6 +54,7 @@ class OneCycle(LRScheduler):
             raise UsageError(
                 f"--max_epochs: the checkpoint's learning rate falls over {steps} optimizer steps, this command's over"
                 f" {self.total_steps}; give it the same length, or start a new run without --resume"
+                " (one that is to be made longer later wants a schedule without an end, as --lr_scheduler null)"
             )
         super().load_state_dict(state_dict)
 

@@ -116,7 +116,8 @@ class RunCheckpoints(Checkpoint):
             stopped = stop_signal.stopped()
             if trainer.is_global_zero:
                 saved = self.last_model_path or "nothing"
-                print(f"{stopped}: stopped after step {trainer.global_step}, saved {saved}; --resume continues", flush=True)
+                go_on = f"--resume {Path(self.dirpath).parent}" if self.dirpath else "--resume"
+                print(f"{stopped}: stopped after step {trainer.global_step}, saved {saved}; go on with {go_on}", flush=True)
             raise stopped
 
     # ---- what

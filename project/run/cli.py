@@ -205,6 +205,17 @@ class TrainCLI(LightningCLI):
                 file.write_text(base_of(self.continuation.config, given))
                 self.config = parser.parse_args(["--config", str(file), *given])
             self.config.pop("config", None)
+            run = self.continuation.run
+            if run is not None and flag_of("name", given) and self.config.name != run.parent.name:
+                raise UsageError(
+                    f"--name {self.config.name}: {run} is a run of {run.parent.name} and stays there; leave --name out,"
+                    " or give --resume one of its .ckpt files, to begin a new run"
+                )
+            most, done = self.config.trainer.max_epochs, self.continuation.epochs
+            if most is not None and 0 <= most < done:
+                raise UsageError(
+                    f"--max_epochs {most}: {self.continuation.checkpoint} has done {done} already; give at least {done}"
+                )
             if self.continuation.checkpoint is not None:
                 flags = {setting: flag for flag, (setting, _) in SHORT_FLAGS.items()}
                 now = parser.dump(self.config, skip_unset=False)
@@ -219,6 +230,12 @@ class TrainCLI(LightningCLI):
         if job and (own := stop_signal.agree_on("run", lambda: str(newest_run(log_dir, name, job) or ""))):
             return in_directory(Path(own))
         if isinstance(resume, str):
+            if re.match(r"\w+:/", resume):
+                raise UsageError(
+                    f"--resume {resume} is a URL, and checkpoints are files on disk; download it, if you trust it"
+                )
+            if not resume:
+                raise UsageError("--resume '' is no path; give a run directory or a .ckpt file, or --resume alone")
             path = expanded(resume)
             # What the launcher hands on is a run that it has found itself, be it without a checkpoint.
             return in_directory(path) if LAUNCHED_BY_US in os.environ and path.is_dir() else from_path(path)
@@ -314,7 +331,9 @@ class TrainCLI(LightningCLI):
         if found.checkpoint is not None:
             print(f"resume: from step {found.step}, {found.checkpoint}", flush=True)
         elif found.run is not None:
-            print(f"resume: {found.run} has no checkpoint yet, so from its first step", flush=True)
+            print(
+                f"resume: {found.run} has no checkpoint yet, so from its first step, set as its config.yaml says", flush=True
+            )
         elif self.config.resume:
             print(f"resume: no run {self.config.name} in {self.config.log_dir} yet, so this is a new one", flush=True)
 
@@ -350,6 +369,10 @@ class TrainCLI(LightningCLI):
         if first:
             run, found = self.run_directory, self.continuation
             resumes = f"from step {found.step}, {found.checkpoint}" if found.checkpoint else ""
+            if self.config.resume and not found.checkpoint:
+                resumes = (
+                    "from its first step: it has no checkpoint yet" if found.run else "nothing: there is no run of this name"
+                )
             lines = plan(self.config, self.hardware, self.model, self.datamodule, run, sys.argv, resumes)
             print("\n".join(lines), flush=True)
         if lacking(self.hardware):

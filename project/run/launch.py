@@ -133,15 +133,15 @@ def _host_store(num_nodes: int, node_rank: int) -> TCPStore:
     """Open the store by which the ranks find each other, on a free port unless MASTER_PORT names one."""
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "0")
     if not port.isdecimal() or int(port) >= 2**16:
-        raise UsageError(f"MASTER_PORT {port} must be a whole number below {2**16}; unset it for a free port")
+        raise UsageError(f"MASTER_PORT {port} must be a whole number from 0 to {2**16 - 1}; unset it for a free port")
     if num_nodes > 1 and port == "0":
         raise UsageError(f"--num_nodes {num_nodes}: set MASTER_ADDR, MASTER_PORT and NODE_RANK, or launch with torchrun")
     try:
         return TCPStore(address, int(port), is_master=node_rank == 0, wait_for_workers=False)
     except DistNetworkError as error:
+        why = "is in use" if "EADDRINUSE" in str(error) else f"cannot be used ({' '.join(str(error).split())[:200]})"
         raise UsageError(
-            f"MASTER_PORT {port} on {address} cannot be used ({' '.join(str(error).split())[:200]}); unset MASTER_PORT for a"
-            " free port, or name another"
+            f"MASTER_PORT {port} on {address} {why}; unset MASTER_PORT for a free port, or name another"
         ) from error
 
 

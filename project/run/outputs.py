@@ -218,6 +218,8 @@ class SaveConfig(SaveConfigCallback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The same for one that had finished, and has no start."""
+        if trainer.is_global_zero and self.run.continued is not None and not self._settled:
+            print("resume: this run had finished, so nothing was left to train; what follows is its test", flush=True)
         self._settle(trainer)
 
     def _settle(self, trainer: Trainer) -> None:
@@ -232,3 +234,6 @@ class SaveConfig(SaveConfigCallback):
         """Take back the directory of a run that the user's mistake ended before its first step."""
         if isinstance(exception, UsageError) and trainer.is_global_zero and trainer.global_step <= self.first_step:
             self.run.remove()
+            if self.run.continued is not None and not self._settled:  # refused: the logger's new file is all it has done
+                for path in {*self.run.path.glob("events.out.tfevents.*")} - {*self.run.earlier_events}:
+                    path.unlink()

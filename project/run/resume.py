@@ -33,6 +33,7 @@ class Continuation:
         run: The run directory to go on in; None for a new one.
         checkpoint: The checkpoint; None to begin at the first step.
         step: Optimizer steps done in it.
+        epochs: Whole epochs done in it.
         config: The configuration of the run as YAML; empty if it is not known.
         damaged: What was found and passed over.
     """
@@ -40,6 +41,7 @@ class Continuation:
     run: Path | None
     checkpoint: Path | None
     step: int = 0
+    epochs: int = 0
     config: str = ""
     damaged: tuple[str, ...] = ()
 
@@ -50,8 +52,6 @@ def from_path(path: Path) -> Continuation:
     Raises:
         UsageError: There is none, or it cannot be continued.
     """
-    if re.match(r"\w+:/", str(path)):
-        raise UsageError(f"--resume {path} is a URL, and checkpoints are files on disk; download it, if you trust it")
     if path.is_dir():
         found = in_directory(path)
         if found.checkpoint is None:
@@ -83,9 +83,12 @@ def in_directory(run: Path) -> Continuation:
                 whole.append((checkpoint["global_step"], path, checkpoint))
     if not whole:
         if damaged:
-            raise UsageError(f"--resume: no checkpoint in {folder} is whole: {'; '.join(damaged)}")
+            raise UsageError(
+                f"--resume: no checkpoint in {folder} is whole ({len(damaged)} are damaged);"
+                " give the path of another, or start a new run without --resume"
+            )
         config = run / "config.yaml"
-        return Continuation(run, None, 0, config.read_text() if config.exists() else "")
+        return Continuation(run, None, config=config.read_text() if config.exists() else "")
     _, path, checkpoint = max(whole, key=lambda one: one[0])
     return _continuation(run, path, checkpoint, tuple(f"{text}; continuing from {path}" for text in damaged))
 
@@ -104,7 +107,8 @@ def _continuation(run: Path | None, path: Path, checkpoint: dict[str, Any], dama
             " give last.ckpt, or the run directory"
         )
     config = checkpoint.get("run", {}).get("config", "")
-    return Continuation(run, path, checkpoint["global_step"], config, damaged)
+    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+    return Continuation(run, path, checkpoint["global_step"], epochs, config, damaged)
 
 
 def check_same(before: str, now: str, checkpoint: Path, flags: Mapping[str, str]) -> None:

@@ -72,7 +72,8 @@ def write_durably(path: Path, write: Callable[[Any], None], previous: Path | Non
         os.replace(temporary, path)
         _sync_folder(path.parent)
     except OSError as error:
-        error.filename = error.filename if isinstance(error.filename, str) and ".tmp" not in error.filename else str(path)
+        if error.errno is not None and error.filename in (None, str(temporary)):
+            error.filename = str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)
@@ -136,6 +137,7 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu", mma
         )
     if not Path(path).is_file():
         raise UsageError(f"checkpoint {path} is not there")
+    damaged = f"checkpoint {path} is damaged, or is none ({os.path.getsize(path):,} bytes)"
     try:
         with warnings.catch_warnings():  # about kinds of pickle, none of which is ours
             warnings.simplefilter("ignore")
@@ -150,7 +152,7 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu", mma
                 + (f" ({what[1]})" if what else "")
                 + "; take one from a source you trust"
             ) from error
-        raise DamagedCheckpoint(f"checkpoint {path} is damaged ({_first_line(error)})") from error
+        raise DamagedCheckpoint(damaged) from error
     except (
         RuntimeError,
         EOFError,
@@ -162,7 +164,7 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu", mma
         AttributeError,
         zipfile.BadZipFile,
     ) as error:
-        raise DamagedCheckpoint(f"checkpoint {path} is damaged ({_first_line(error)})") from error
+        raise DamagedCheckpoint(damaged) from error
     if not mmap and (wrong := _wrong_record(path)):
         raise DamagedCheckpoint(f"checkpoint {path} is damaged ({wrong} is not as it was written)")
     if _mentions(checkpoint, "_instantiator"):  # Lightning before 2.6.6 imports and calls what it names
@@ -181,10 +183,6 @@ def _wrong_record(path: str | os.PathLike[str]) -> str | None:
             return records.testzip()
     except (zipfile.BadZipFile, EOFError, ValueError):
         return "its list of records"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:100]
 
 
 def _mentions(value: Any, key: str) -> bool:
