@@ -26,6 +26,7 @@ from tests.survival import (
     wait_for,
 )
 
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc, as Linux has it")
 EPOCHS = 36  # of 84 steps
 LONG = [*FLAGS, "--max_epochs", EPOCHS, "--checkpoint_every", 3]
 DEVICES = {"one process": [], "two processes": TWO}
@@ -61,6 +62,8 @@ def assert_same_run(place: Path, whole: Path) -> None:
 @pytest.fixture
 def other_file_system() -> Iterator[str]:
     """A folder for temporary files that lies on another file system than the runs."""
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("this machine has no /dev/shm, which is always another file system")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield folder
 
