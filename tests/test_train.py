@@ -161,6 +161,7 @@ def test_a_run_of_few_steps_has_points_too(tmp_path: Path, cache: list[str]) -> 
         assert [event.step for event in events.Scalars(tag)] == [6], tag
 
 
+@pytest.mark.slow
 def test_two_runs_started_at_once_get_two_directories(tmp_path: Path, cache: list[str]) -> None:
     flags = [*CPU, *cache, *NARROW, "--data.source", "synthetic", "--max_epochs", "1", "--trainer.limit_train_batches", "3"]
     both = [
@@ -232,6 +233,7 @@ def test_another_seed_is_another_run(weights_of_one_process: Weights, tmp_path: 
     assert largest_difference(weights, weights_of_one_process["the articles' recipe in float32"]) > 0.01
 
 
+@pytest.mark.slow
 def test_a_trainer_of_the_users_own_gives_the_same(tmp_path: Path, cache: list[str]) -> None:
     ours = weights_after_30_steps(tmp_path, "--strategy", "ddp", "--devices", "2", *cache)
     result = python(ROOT / "tests" / "programs" / "plain.py", 2, cache[1], tmp_path / "plain.pt", cwd=tmp_path)
@@ -269,6 +271,7 @@ def test_no_validation_images_is_a_run_without_validation(tmp_path: Path, cache:
     assert run.summary["num_test_images_counted"] == 2000
 
 
+@pytest.mark.slow
 def test_bf16_and_accumulated_gradients_train(tmp_path: Path, cache: list[str]) -> None:
     flags = ["--data.source", "synthetic", "--precision", "bf16-mixed", "--trainer.accumulate_grad_batches", "4"]
     run = run_of(tmp_path, train(tmp_path, *TWO, *cache, *flags, *NARROW, "--max_epochs", "1"))
@@ -340,7 +343,7 @@ def test_lightnings_own_flags_work(flags: list[str], several: Path) -> None:
         assert scalars.Scalars("train/loss")[-1].step == scalars.Scalars("images_per_second")[-1].step == 3
 
 
-@pytest.mark.parametrize("omp", ["", "2"])
+@pytest.mark.parametrize("omp", ["", pytest.param("2", marks=pytest.mark.slow)])
 def test_threads_times_processes_do_not_exceed_the_cores(omp: str, tmp_path: Path, cache: list[str]) -> None:
     callback = ["--trainer.callbacks", "tests.programs.threads.PrintThreads"]
     flags = ["--data.source", "synthetic", "--trainer.max_steps", "1", "--trainer.limit_val_batches", "1", *callback]
