@@ -60,6 +60,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory, cache: list[str]) -> dict[int
     return {devices: Seen(tmp_path_factory.mktemp("seen"), devices, *cache) for devices in (1, 2)}
 
 
+@pytest.mark.slow
 def test_ranks_see_disjoint_images_and_together_a_whole_epoch(seen: dict[int, Seen]) -> None:
     first, second = seen[2].images
     assert not first.keys() & second.keys()
@@ -67,6 +68,7 @@ def test_ranks_see_disjoint_images_and_together_a_whole_epoch(seen: dict[int, Se
     assert seen[2].all.keys() == seen[1].all.keys()
 
 
+@pytest.mark.slow
 def test_an_image_looks_the_same_on_any_number_of_processes_and_different_in_each_epoch(seen: dict[int, Seen]) -> None:
     assert seen[2].all == seen[1].all
     positions = {p for e, p in seen[1].all if e == 0} & {p for e, p in seen[1].all if e == 1}
@@ -75,6 +77,7 @@ def test_an_image_looks_the_same_on_any_number_of_processes_and_different_in_eac
     assert seen[1].order[0] != seen[1].order[1]
 
 
+@pytest.mark.slow
 def test_validation_images_are_the_same_on_every_rank_and_none_is_trained_on(seen: dict[int, Seen]) -> None:
     for run in seen.values():
         assert all(split == seen[1].splits[0] for split in run.splits)
@@ -141,6 +144,7 @@ def learning_rates(place: Path) -> dict[int, float]:
 ACCUMULATED = ["--model.network.dropout", "0", "--max_epochs", "1", "--data.val_fraction", "0"]
 
 
+@pytest.mark.slow
 def test_two_batches_of_8_accumulated_are_one_of_16(tmp_path: Path, cache: list[str]) -> None:
     """There is no BatchNorm in the network."""
     for name in ("accumulated", "at once"):

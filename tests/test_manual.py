@@ -51,7 +51,9 @@ def same_weights(by_hand: Path, templates: Path) -> list[str]:
     [
         ("cpu", [], ["--accelerator", "cpu", "--devices", "1"]),
         pytest.param("dp", [], ["--accelerator", "cpu", "--strategy", "dp"], marks=pytest.mark.slow),
-        ("ddp", TORCHRUN, ["--accelerator", "cpu", "--strategy", "ddp", "--devices", "2"]),
+        pytest.param(
+            "ddp", TORCHRUN, ["--accelerator", "cpu", "--strategy", "ddp", "--devices", "2"], marks=pytest.mark.slow
+        ),
         pytest.param("gpu", [], ["--accelerator", "gpu", "--devices", "1"], marks=[pytest.mark.gpu, NEEDS_GPU]),
         pytest.param("dp", [], ["--accelerator", "gpu", "--strategy", "dp"], marks=[pytest.mark.multi_gpu, NEEDS_TWO]),
         pytest.param(
@@ -156,6 +158,7 @@ def test_shapes_dp_splits_30_into_15_and_15_on_simulated_devices(place: Path) ->
     assert output == [half, half, whole] * 3
 
 
+@pytest.mark.slow
 def test_dp_split_in_two_ends_with_the_weights_of_cpu(place: Path) -> None:
     flags = ["--source", "synthetic", "--epochs", 1, *SIZE]
     run(place, *split("dp.py"), *flags, "--weights", "split", PYTHONPATH=str(ROOT))

@@ -337,6 +337,7 @@ def test_the_command_splits_and_its_summary_says_how(tmp_path: Path, cache: Path
     assert not any("module." in name for name in checkpoint["state_dict"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_from_dp_to_cpu_to_ddp_and_back(tmp_path: Path, cache: Path, simulated: None) -> None:
     straight, around = str(tmp_path / "straight.ckpt"), str(tmp_path / "around.ckpt")
     one_leg(str(cache), straight, "auto", 1, epochs=4)

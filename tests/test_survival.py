@@ -101,12 +101,12 @@ def test_killed_twenty_times_it_ends_with_the_weights_of_an_uninterrupted_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", ["the parent", "the group", "rank 1 only"])
-def test_sigterm_at_twenty_moments_saves_and_exits_with_143(
+def test_sigterm_at_any_moment_saves_and_exits_with_143(
     whom: str, whole: dict[str, Path], tmp_path: Path, cache: list[str]
 ) -> None:
     """Half of the times at any moment from the start on, half while it trains."""
     draw, slowest = random.Random(whom), 0.0
-    for number in range(20):
+    for number in range(7):  # of 21 in all
         with Command(tmp_path, *LONG, *TWO, *cache, "--resume") as command:
             target = command.rank(1) if whom == "rank 1 only" else command.pid
             if number % 2:
@@ -123,7 +123,7 @@ def test_sigterm_at_twenty_moments_saves_and_exits_with_143(
             assert "Traceback" not in command.output
             checkpoints(tmp_path)
     print(f"slowest exit {slowest:.1f} s; {steps_saved(tmp_path)} steps done by then")
-    assert steps_saved(tmp_path) > 30
+    assert steps_saved(tmp_path) > 6
     with Command(tmp_path, *LONG, *TWO, *cache, "--resume") as command:
         assert command.wait() == 0, command.output
     assert_same_run(tmp_path, whole["two processes"])

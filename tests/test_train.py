@@ -243,6 +243,7 @@ def test_a_trainer_of_the_users_own_gives_the_same(tmp_path: Path, cache: list[s
     assert theirs["figures"]["test/num_images"] == 2000
 
 
+@pytest.mark.slow
 def test_every_test_image_is_counted_once_on_any_number_of_processes(image_folder: ImageFolder, tmp_path: Path) -> None:
     folders = [image_folder([20, 20], [count - count // 2, count // 2], seed=count) for count in (1, 2, 3, 5, 101)]
     flags = [*CPU, *NARROW, "--data.source", "folder", "--data.root", folders[0], "--batch_size", "6", "--max_epochs", "2"]
@@ -291,6 +292,7 @@ def test_the_articles_config_keeps_plain_weights_of_every_epoch(tmp_path: Path, 
     assert all(torch.equal(last[f"network.{name}"], weight) for name, weight in network.state_dict().items())
 
 
+@pytest.mark.slow
 def test_batchnorm_on_several_processes_is_warned_of(tmp_path: Path, cache: list[str]) -> None:
     short = ["--data.source", "synthetic", "--trainer.max_steps", "2"]
     result = train(tmp_path, *TWO, *cache, *short, "--model.network", "tests.programs.batchnorm.WithBatchNorm")
