@@ -363,6 +363,25 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     assert sorted(step for (tag, step, _) in points(stopped) if tag == "train/loss") == list(range(8))
 
 
+def test_a_checkpoint_between_the_batches_of_one_step_is_not_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """best.ckpt, saved by a validation, lacks the gradients that wait there; what was saved before it is taken."""
+    between = SCHEDULES["validated between accumulated batches"]
+    flags = [*SHORT, *NARROW, "--data.cache_dir", tmp_path / "cache", *between, "--max_epochs", "1"]
+    Run(tmp_path, *flags, monkeypatch=monkeypatch)
+    folder = tmp_path / RUN / "checkpoints"
+    best = torch.load(folder / "best.ckpt", weights_only=True)
+    assert best["run"]["gradients_pending"]
+    with pytest.raises(UsageError, match=r"best\.ckpt was saved by a validation between the batches of one step"):
+        Run(tmp_path, "--resume", folder / "best.ckpt", monkeypatch=monkeypatch)
+    torch.save({**best, "global_step": 99}, folder / "best.ckpt")
+    (folder / "last.ckpt").rename(folder / "previous.ckpt")
+    capsys.readouterr()
+    Run(tmp_path, "--resume", monkeypatch=monkeypatch)
+    assert f"{RUN}/checkpoints/previous.ckpt" in capsys.readouterr().out
+
+
 def test_where_all_are_damaged_it_says_so(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in (stopped / RUN / "checkpoints").iterdir():
         damage(path, "cut off")

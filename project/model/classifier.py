@@ -94,6 +94,7 @@ class Classifier(LightningModule):
         self._loss: Tensor | None = None  # of this batch
         self._first_bad: Tensor | None = None  # on a GPU: the first step that was not finite, -1 for none
         self._seed: int | None = None
+        self._dropouts: list[Dropout] = []  # to be told of every step
         self._restored: dict[str, Any] = {}
 
     def forward(self, images: Tensor) -> Tensor:
@@ -141,6 +142,7 @@ class Classifier(LightningModule):
         self._begin_sums()  # here too: a run that continues inside an epoch has no start of the epoch
         self._seed = int(self._restored.get("seed", torch.initial_seed() if self._seed is None else self._seed))
         self._first_bad = torch.tensor(-1, device=self.device)
+        self._dropouts = [module for module in self.network.modules() if isinstance(module, Dropout)]
         if self._restored:
             windows, rank = self._restored["window"], self.trainer.global_rank
             if len(windows) == self.trainer.world_size:
@@ -187,8 +189,7 @@ class Classifier(LightningModule):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed asks for every kind of GPU first: 0.14 ms
         else:
             torch.manual_seed(seed)
-        layers = (module for module in self.network.modules() if isinstance(module, Dropout))
-        for layer_number, layer in enumerate(layers):
+        for layer_number, layer in enumerate(self._dropouts):
             layer.begin_step((self._seed, number, layer_number, 4), batch_size * world_size, slice(rank, None, world_size))
 
     def configure_gradient_clipping(

@@ -154,7 +154,8 @@ class RunCheckpoints(Checkpoint):
             "best_score": self.best_score,
             "best_step": self.best_step,
             "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
-            "gradients_pending": trainer.training and _gradients_pending(trainer),
+            # At the other places the batches of a step are complete, and Lightning's counter is one ahead.
+            "gradients_pending": self._place in ("", "validation") and _gradients_pending(trainer),
         }
         if self._place:
             _nothing_half_done(checkpoint["loops"]["fit_loop"], self._place, self._validated, trainer)
@@ -166,7 +167,6 @@ class RunCheckpoints(Checkpoint):
             self.best_score, self.best_step = run.get("best_score"), run.get("best_step")
             self._metrics = run.get("metrics", {})
             self.warnings.extend(text for text in run.get("warnings", []) if text not in self.warnings)
-            self._last_saved = checkpoint["global_step"]
 
     def _settle(self, trainer: Trainer) -> None:
         """Once a resumed run is sure to go on, find the best checkpoint of its history."""

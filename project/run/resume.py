@@ -70,9 +70,9 @@ def in_directory(run: Path) -> Continuation:
     """
     folder = run / "checkpoints"
     damaged: list[str] = []
-    whole: list[tuple[int, Path, dict[str, Any]]] = []
+    whole: list[tuple[bool, int, Path, dict[str, Any]]] = []
     for path in (folder / "last.ckpt", folder / "previous.ckpt", folder / "best.ckpt"):
-        if path.name != "last.ckpt" and whole and whole[0][1].name == "last.ckpt":
+        if path.name != "last.ckpt" and whole and whole[0][2].name == "last.ckpt":
             break  # nothing is newer
         if path.exists():
             try:
@@ -80,7 +80,7 @@ def in_directory(run: Path) -> Continuation:
             except DamagedCheckpoint as error:
                 damaged.append(str(error))
             else:
-                whole.append((checkpoint["global_step"], path, checkpoint))
+                whole.append((not _gradients_pending(checkpoint), checkpoint["global_step"], path, checkpoint))
     if not whole:
         if damaged:
             raise UsageError(
@@ -89,7 +89,7 @@ def in_directory(run: Path) -> Continuation:
             )
         config = run / "config.yaml"
         return Continuation(run, None, config=config.read_text() if config.exists() else "")
-    _, path, checkpoint = max(whole, key=lambda one: one[0])
+    *_, path, checkpoint = max(whole, key=lambda one: one[:2])
     return _continuation(run, path, checkpoint, tuple(f"{text}; continuing from {path}" for text in damaged))
 
 
@@ -101,7 +101,7 @@ def _continuation(run: Path | None, path: Path, checkpoint: dict[str, Any], dama
         raise UsageError(
             f"--resume {path} is no checkpoint of a training run: it lacks the optimizer's state; it cannot be continued"
         )
-    if checkpoint.get("run", {}).get("gradients_pending"):
+    if _gradients_pending(checkpoint):
         raise UsageError(
             f"--resume {path} was saved by a validation between the batches of one step, whose gradients it has not;"
             " give last.ckpt, or the run directory"
@@ -109,6 +109,10 @@ def _continuation(run: Path | None, path: Path, checkpoint: dict[str, Any], dama
     config = checkpoint.get("run", {}).get("config", "")
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
     return Continuation(run, path, checkpoint["global_step"], epochs, config, damaged)
+
+
+def _gradients_pending(checkpoint: dict[str, Any]) -> bool:
+    return bool(checkpoint.get("run", {}).get("gradients_pending"))
 
 
 def check_same(before: str, now: str, checkpoint: Path, flags: Mapping[str, str]) -> None:
