@@ -37,6 +37,7 @@ SCHEDULES: dict[str, list[str]] = {
     "a checkpoint every step": ["--checkpoint_every", "1"],
     "two validations an epoch": ["--trainer.val_check_interval", "0.5"],
     "accumulated gradients": ["--trainer.accumulate_grad_batches", "3"],
+    "accumulated by two": ["--trainer.accumulate_grad_batches", "2"],
     "validated between accumulated batches": ["--trainer.accumulate_grad_batches", "3", "--trainer.val_check_interval", "1"],
     "a number of steps": ["--trainer.max_steps", "7"],
     "a number of steps that ends an epoch": ["--trainer.max_steps", "8"],
