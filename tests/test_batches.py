@@ -1,11 +1,20 @@
 """What each rank sees: the same images in the same global batches, whatever the number of ranks."""
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import PIPE
+
 import pytest
 import torch
 from torch import Tensor
 
 from project.data.augment import Augmentation
 from project.data.batches import BLANK, IGNORE_INDEX, BatchIndex, EvaluationSampler, GlobalBatchSampler, ImageBatches
+
+ROOT = Path(__file__).parent.parent
 
 
 def dataset(count: int, augment: Augmentation | None = None) -> ImageBatches:
@@ -73,3 +82,28 @@ def test_reading_a_blank_does_not_change_the_images() -> None:
     before = data.images.clone()
     data[BatchIndex(0, torch.tensor([BLANK, 9]))]
     assert torch.equal(data.images, before)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_outlive_sigterm_from_elsewhere_and_end_with_their_parent(start: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "tests/workers.py"), start]
+    with subprocess.Popen(command, env=environment, stdin=PIPE, stdout=PIPE, text=True) as parent:
+        try:
+            assert parent.stdout is not None
+            assert parent.stdout.readline() == "ready\n"
+            children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+            workers = [int(child) for child in children if "resource_tracker" not in command_line(child)]
+            assert len(workers) == 2
+            for worker in workers:
+                os.kill(worker, signal.SIGTERM)  # as Slurm sends it to every process of a job
+                os.kill(worker, signal.SIGINT)
+            output, _ = parent.communicate("\n", timeout=30)
+            assert output == "11\n"
+            assert parent.returncode == 0
+        finally:
+            parent.kill()
+
+
+def command_line(process: str) -> str:
+    return Path(f"/proc/{process}/cmdline").read_text()

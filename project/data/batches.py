@@ -1,6 +1,8 @@
 """Which images make up each batch, on each rank: the samplers, and the data set that returns whole batches."""
 
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -137,9 +139,21 @@ class EvaluationSampler(DistributedSampler[BatchIndex]):
 
 
 def leave_signals_to_the_parent(worker: int) -> None:
-    """Have a worker ignore what is sent to the whole process group; it ends when its parent does."""
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, signal.SIG_IGN)
+    """Have a worker end when its parent says so, and not by what is sent to the whole process group or job.
+
+    A worker that ignored SIGTERM altogether would be waited for forever by a parent that ends with its loader alive.
+    """
+    if not hasattr(signal, "sigwaitinfo"):  # macOS: torch's own way
+        return
+    ending = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # so that none is delivered but to the thread that asks
+
+    def listen() -> None:
+        while signal.sigwaitinfo(ending).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True, name="signals").start()
 
 
 class BatchLoader(DataLoader[tuple[Tensor, Tensor]]):
