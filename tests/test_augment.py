@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from project.data.augment import Augmentation
+from project.data.augment import Augmentation, mixed
 
 IMAGES = torch.randint(256, (40, 3, 12, 10), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 
@@ -42,3 +42,17 @@ def test_all_shifts_occur_equally_often_and_half_are_mirrored() -> None:
 
 def test_no_shift_and_no_flip_leave_the_image() -> None:
     assert torch.equal(Augmentation(40, 0, False, 0)(IMAGES, torch.arange(40), 0), IMAGES)
+
+
+def test_where_mirroring_alternates_an_image_is_mirrored_in_every_other_epoch() -> None:
+    first, second, third = (Augmentation(9000, 2, True, 0, alternate=True).draw(epoch) for epoch in range(3))
+    assert torch.equal(second[1], ~first[1])
+    assert torch.equal(third[1], first[1])
+    assert abs(first[1].float().mean() - 0.5) < 0.03
+    assert not torch.equal(first[0], second[0])  # the shifts are drawn anew
+    assert not torch.equal(first[1], Augmentation(9000, 2, True, 1, alternate=True).draw(0)[1])
+
+
+def test_the_seeds_of_a_sequence_are_splitmix64s() -> None:
+    # The generator's published first outputs from the state 1234567.
+    assert [mixed(1234567, number) for number in range(3)] == [6457827717110365317, 3203168211198807973, 9817491932198370423]

@@ -30,8 +30,9 @@ def config(*args: str, monkeypatch: pytest.MonkeyPatch) -> dict:
 def test_a_shipped_config_parses_names_its_source_and_leaves_hardware_to_the_command_line(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert config("--config", str(path), monkeypatch=monkeypatch)["trainer"]["max_epochs"] == 10
     written = yaml.safe_load(path.read_text())
+    parsed = config("--config", str(path), monkeypatch=monkeypatch)
+    assert parsed["trainer"]["max_epochs"] == written["trainer"]["max_epochs"]
     assert written["data"]["source"] == "cifar10"
     assert not {"devices", "accelerator", "strategy", "num_nodes"} & set(written["trainer"])
 
@@ -60,3 +61,9 @@ def test_the_articles_setting_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None
     assert written["model"]["lr_scheduler"] is written["model"]["max_grad_norm"] is None
     assert written["data"] | {"batch_size": 64, "shift": 0, "flip": False, "normalize": False} == written["data"]
     assert written["model"]["network"]["init_args"]["channels"] == [32, 64, 512, 1024, 2048, 4096]
+
+
+def test_the_speed_recipe_uses_every_training_image_and_none_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = config("--config", str(ROOT / "configs" / "speed.yaml"), monkeypatch=monkeypatch)
+    assert recipe["data"]["val_fraction"] == 0
+    assert 50_000 % recipe["data"]["batch_size"] == 0

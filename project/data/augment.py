@@ -4,6 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_64_BITS = 2**64 - 1
+
 
 def generator(*key: int) -> torch.Generator:
     """Return a random generator that depends on the numbers given alone; different numbers, independent streams."""
@@ -13,9 +15,21 @@ def generator(*key: int) -> torch.Generator:
 def seed_of(*key: int) -> int:
     """Mix numbers into one seed of 64 bits. The last number of a key says what it is for, so that no two uses meet.
 
-    0 is the order of an epoch's images, 1 their augmentation, 2 the validation split, 3 what a step draws, 4 dropout.
+    0 is the order of an epoch's images, 1 their augmentation, 2 the validation split, 3 what a step draws, 4 dropout, 5
+    which images are mirrored first where that alternates.
     """
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+
+
+def mixed(seed: int, number: int) -> int:
+    """Return a seed of 64 bits for one of a sequence, as `seed_of` would, in a tenth of the time.
+
+    Source: SplitMix64; Steele, Lea and Flood, 2014, doi:10.1145/2660193.2660195.
+    """
+    z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _64_BITS
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _64_BITS
+    return z ^ (z >> 31)
 
 
 class Augmentation:
@@ -28,13 +42,16 @@ class Augmentation:
         shift: Largest shift in pixels, each way in both directions; 0 for none.
         flip: Whether to mirror images left to right with probability one half.
         seed: Seed of the run.
+        alternate: Whether an image is mirrored in every other epoch instead: half of them in the even ones, drawn once.
+            Source: Keller Jordan, 2024, arXiv:2404.00498.
     """
 
-    def __init__(self, num_images: int, shift: int, flip: bool, seed: int) -> None:
+    def __init__(self, num_images: int, shift: int, flip: bool, seed: int, alternate: bool = False) -> None:
         self.num_images = num_images
         self.shift = shift
         self.flip = flip
         self.seed = seed
+        self.alternate = alternate
         self._epoch: int | None = None
         self._shifts = torch.empty(0)
         self._flips = torch.empty(0)
@@ -44,7 +61,11 @@ class Augmentation:
         if epoch != self._epoch:
             stream = generator(self.seed, epoch, 1)  # 0 is the order of the images
             self._shifts = torch.randint(2 * self.shift + 1, (2, self.num_images), generator=stream)
+            if self.alternate:
+                stream = generator(self.seed, 5)
             self._flips = torch.rand(self.num_images, generator=stream) < 0.5
+            if self.alternate and epoch % 2:
+                self._flips = ~self._flips
             self._epoch = epoch
         return self._shifts, self._flips
 

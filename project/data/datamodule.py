@@ -38,6 +38,7 @@ class ImageDataModule(LightningDataModule):
             folder has a val/ of its own; 0 for no validation.
         shift: Training images are shifted by up to this many pixels each way; 0 for none.
         flip: Whether training images are mirrored left to right, half of them in each epoch.
+        alternate_flip: With `flip`, whether each image is mirrored in every other epoch, instead of by a new draw in each.
         normalize: Whether pixels have the training images' mean subtracted and are divided by their standard
             deviation; otherwise they are divided by 255 only.
         eval_batch_size: Images per evaluation batch, on each device.
@@ -60,6 +61,7 @@ class ImageDataModule(LightningDataModule):
         val_fraction: float = 0.1,
         shift: int = 4,
         flip: bool = True,
+        alternate_flip: bool = False,
         normalize: bool = True,
         eval_batch_size: int = 500,
         num_workers: int = 0,
@@ -92,6 +94,7 @@ class ImageDataModule(LightningDataModule):
         self.val_fraction = val_fraction
         self.shift = shift
         self.flip = flip
+        self.alternate_flip = alternate_flip
         self.normalize = normalize
         self.eval_batch_size = eval_batch_size
         self.num_workers = num_workers
@@ -181,7 +184,9 @@ class ImageDataModule(LightningDataModule):
         else:
             self.train_positions, self.val_positions = split_by_class(train.labels, self.val_fraction, self.seed)
         self.test_positions = torch.arange(len(test.labels))
-        augment = Augmentation(len(train.labels), self.shift, self.flip, self.seed) if self.shift or self.flip else None
+        augment = None
+        if self.shift or self.flip:
+            augment = Augmentation(len(train.labels), self.shift, self.flip, self.seed, self.alternate_flip)
         self.train_batches = ImageBatches(train.images, train.labels, augment)
         self.val_batches = ImageBatches(val.images, val.labels)
         self.test_batches = ImageBatches(test.images, test.labels)
@@ -236,10 +241,20 @@ class ImageDataModule(LightningDataModule):
         """Return this rank's test batches."""
         return self._evaluation_loader(self.test_batches, self.test_positions)
 
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch, without waiting for it; Lightning's own way looks through it for nested collections."""
+        images, labels = batch
+        return images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Normalise a batch on its device."""
         images, labels = batch
         return self.normalize_images(images), labels
+
+    def some_training_images(self, count: int) -> Tensor:
+        """Return training images from all over the set, not augmented: float32 (N, 3, H, W), N at most `count`."""
+        spread = self.train_positions[:: -(-len(self.train_positions) // count)]
+        return self.normalize_images(self.train_batches.images[spread])
 
     def normalize_images(self, images: Tensor) -> Tensor:
         """Turn pixels, uint8 (B, 3, H, W), into the network's input, float32 (B, 3, H, W), channels last in memory."""

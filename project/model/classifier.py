@@ -23,6 +23,8 @@ every command      15 load               torch.load(best, map_location=...)     
 --strategy ddp     16 clean up           dist.destroy_process_group()               TrainCLI.leave
 """
 
+import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -32,16 +34,19 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from project.data.augment import seed_of
+from project.data.augment import mixed, seed_of
 from project.data.batches import IGNORE_INDEX
 from project.errors import RunError, UsageError
 from project.model.dropout import Dropout
 from project.model.schedules import OneCycle
+
+# Attributes of Classifier that change in every step, "_current_fx_name" by Lightning, around every hook.
+PLAIN_ATTRIBUTES = frozenset({"_current_fx_name", "_window", "_window_parts", "_learning_rate", "_loss", "_first_bad"})
 
 
 class Classifier(LightningModule):
@@ -63,7 +68,11 @@ class Classifier(LightningModule):
             six trials ended below 0.15 accuracy (synthetic images without augmentation, bfloat16, two epochs, lr 0.02
             and 0.03, seeds 0 to 2, a loop by hand). The trainer's own
             gradient_clip_val, where given, takes its place.
+        label_smoothing: Share of each training label that is spread over all classes; evaluation counts plain labels.
         num_classes: Number of classes. The command line takes it from the data.
+
+    A network that has a method `look_at` is shown training images before a new run, 5,000 of them or fewer, as float
+    (N, 3, H, W), normalised, on the CPU.
     """
 
     def __init__(
@@ -74,6 +83,7 @@ class Classifier(LightningModule):
         ),
         lr_scheduler: LRSchedulerCallable | None = lambda optimizer: OneCycle(optimizer),  # noqa: PLW0108 (jsonargparse reads the lambda)
         max_grad_norm: float | None = 3.0,
+        label_smoothing: float = 0.0,
         num_classes: int = 10,
     ) -> None:
         super().__init__()
@@ -81,7 +91,10 @@ class Classifier(LightningModule):
         self.network = network.to(memory_format=torch.channels_last)
         self.make_optimizer = optimizer
         self.make_lr_scheduler = lr_scheduler
+        if not 0 <= label_smoothing < 1:
+            raise UsageError(f"--model.label_smoothing {label_smoothing} must be at least 0 and below 1")
         self.max_grad_norm = max_grad_norm
+        self.label_smoothing = label_smoothing
         self.num_classes = num_classes
         self.val_metrics = _evaluation_metrics(num_classes)
         self.test_metrics = _evaluation_metrics(num_classes)
@@ -89,13 +102,23 @@ class Classifier(LightningModule):
             num_classes, average=None, ignore_index=IGNORE_INDEX, validate_args=False
         )
         self._window: Tensor | None = None  # [summed loss, correct, images] since the last written point, this rank
+        self._window_parts: tuple[Tensor, ...] = ()
         self._epoch: Tensor | None = None  # the same over the epoch, all ranks
         self._learning_rate = 0.0
         self._loss: Tensor | None = None  # of this batch
         self._first_bad: Tensor | None = None  # on a GPU: the first step that was not finite, -1 for none
         self._seed: int | None = None
+        self._own_seed = 0  # of this rank's draws
+        self._generators: list[torch.Generator] = []  # that a step may draw from
         self._dropouts: list[Dropout] = []  # to be told of every step
         self._restored: dict[str, Any] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what is known to be no parameter, buffer or module without looking; it happens 40 times a step."""
+        if name in PLAIN_ATTRIBUTES:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images, float (B, 3, H, W), to logits (B, num_classes)."""
@@ -132,15 +155,22 @@ class Classifier(LightningModule):
     # ---- training
 
     def setup(self, stage: str) -> None:
-        """Forget what an earlier run restored, and what processes that were spawned with this module share."""
+        """Forget what an earlier run restored, and what processes that were spawned with this module share.
+
+        A network that wants to is shown training images; a checkpoint that is continued comes in after this.
+        """
         self._restored = {}
         for metric in (*self.val_metrics.values(), *self.test_metrics.values(), self.test_class_accuracy):
             metric.reset()
+        if stage == "fit" and hasattr(self.network, "look_at"):
+            self.network.look_at(self.trainer.datamodule.some_training_images(5000))  # type: ignore[attr-defined, operator]
 
     def on_train_start(self) -> None:
         """Say what would make several processes compute something else than one, and begin the sums, or go on with them."""
         self._begin_sums()  # here too: a run that continues inside an epoch has no start of the epoch
         self._seed = int(self._restored.get("seed", torch.initial_seed() if self._seed is None else self._seed))
+        self._own_seed = seed_of(self._seed, self.trainer.global_rank, 3)
+        self._generators = [torch.default_generator, *torch.cuda.default_generators]  # none where CUDA is not in use
         self._first_bad = torch.tensor(-1, device=self.device)
         self._dropouts = [module for module in self.network.modules() if isinstance(module, Dropout)]
         if self._restored:
@@ -149,7 +179,8 @@ class Classifier(LightningModule):
                 window = windows[rank]
             else:
                 window = windows.sum(0) if rank == 0 else torch.zeros(3)
-            self._window, self._epoch = window.to(self.device), self._restored["epoch"].to(self.device)
+            self._begin_window(window.to(self.device))
+            self._epoch = self._restored["epoch"].to(self.device)
         if self.trainer.world_size > 1 and any(isinstance(m, nn.BatchNorm2d) for m in self.network.modules()):
             warnings.warn(
                 "the network has BatchNorm, which takes its statistics from each process's images alone;"
@@ -158,8 +189,12 @@ class Classifier(LightningModule):
             )
 
     def _begin_sums(self) -> None:
-        self._window = torch.zeros(3, device=self.device)
+        self._begin_window(torch.zeros(3, device=self.device))
         self._epoch = torch.zeros(3, device=self.device)
+
+    def _begin_window(self, window: Tensor) -> None:
+        """Begin the sums up to the next written point; the three are parts of one tensor, looked up once."""
+        self._window, self._window_parts = window, window.unbind()
 
     def on_train_epoch_start(self) -> None:
         """Begin the epoch's sums."""
@@ -171,26 +206,28 @@ class Classifier(LightningModule):
         images, labels = batch
         self._seed_step(len(images))
         logits = self(images)
-        loss = functional.cross_entropy(logits, labels)
+        loss = functional.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         self._learning_rate = self.trainer.optimizers[0].param_groups[0]["lr"]
         with torch.no_grad():
-            assert self._window is not None
-            correct = (logits.argmax(dim=1) == labels).sum()
-            self._window += torch.stack([loss * len(labels), correct, torch.full_like(correct, len(labels))])
+            summed_loss, correct, count = self._window_parts
             self._loss = loss.detach()
+            summed_loss.add_(self._loss, alpha=len(labels))
+            correct.add_((logits.argmax(dim=1) == labels).sum())
+            count.add_(len(labels))
         return loss
 
     def _seed_step(self, batch_size: int) -> None:
         """Make all that this batch draws at random a function of the seed, the batch's number and the rank."""
         assert self._seed is not None
-        number, rank, world_size = self.trainer.fit_loop.total_batch_idx, self.trainer.global_rank, self.trainer.world_size
-        seed = seed_of(self._seed, number, rank, 3)
-        if self.device.type == "cpu":
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed asks for every kind of GPU first: 0.14 ms
-        else:
-            torch.manual_seed(seed)
+        number = self.trainer.fit_loop.total_batch_idx
+        # Not by torch.manual_seed, which asks for every kind of GPU first: 0.14 ms.
+        for generator in self._generators:
+            generator.manual_seed(mixed(self._own_seed, number))
         for layer_number, layer in enumerate(self._dropouts):
-            layer.begin_step((self._seed, number, layer_number, 4), batch_size * world_size, slice(rank, None, world_size))
+            if layer.p:
+                rank, world_size = self.trainer.global_rank, self.trainer.world_size
+                rows = slice(rank, None, world_size)
+                layer.begin_step((self._seed, number, layer_number, 4), batch_size * world_size, rows)
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -198,9 +235,11 @@ class Classifier(LightningModule):
         """Clip the gradients to the trainer's value, or else to the recipe's, unless they are not finite."""
         limit = self.max_grad_norm if gradient_clip_val is None else gradient_clip_val
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if gradient_clip_algorithm == "value" or limit is None:
-            norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-            self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=gradient_clip_algorithm)
+        if limit is None or gradient_clip_algorithm == "value":
+            norms = torch._foreach_norm([p.grad for p in parameters])  # get_total_norm takes three times as long
+            norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+            if limit is not None:
+                self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=gradient_clip_algorithm)
         else:
             norm = clip_grad_norm_(parameters, limit)
         self._check_finite(norm)
@@ -210,7 +249,7 @@ class Classifier(LightningModule):
         assert self._first_bad is not None
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None  # 16-mixed skips such steps by itself
         if norm.device.type == "cpu":
-            if not (self._loss.isfinite() and (scaled or norm.isfinite())):
+            if not (math.isfinite(self._loss) and (scaled or math.isfinite(norm))):
                 raise self._not_finite(self.trainer.global_step, f"loss {self._loss:g}, norm of the gradients {norm:g}")
         else:
             finite = self._loss.isfinite() & (norm.isfinite() | scaled)
@@ -248,7 +287,7 @@ class Classifier(LightningModule):
             self._check_finite_on_gpu()
             total = self.trainer.strategy.reduce(self._window, reduce_op="sum")
             self._epoch += total
-            self._window = torch.zeros_like(self._window)
+            self._begin_window(torch.zeros_like(self._window))
             loss, correct, images = total.tolist()  # waits for the GPU
             # step 13: of all ranks, written by rank 0, where alone the loggers write
             figures = {"train/loss": loss / images, "train/accuracy": correct / images}
@@ -310,6 +349,10 @@ class Classifier(LightningModule):
             logger.log_metrics({**values, "epoch": self.current_epoch}, step=step)
 
 
+# Lightning looks the step's arguments up in every step; this is what it would work out each time.
+Classifier.training_step.__signature__ = inspect.signature(Classifier.training_step)  # type: ignore[attr-defined]
+
+
 def span(scheduler: Any, steps: Callable[[], float]) -> None:
     """Tell a schedule that spans the run, such as OneCycle, how many optimizer steps it has; inf for no end.
 
@@ -325,14 +368,15 @@ def span(scheduler: Any, steps: Callable[[], float]) -> None:
 
 def is_end_of_epoch(trainer: Trainer) -> bool:
     """Return, in `on_train_batch_end`, whether the epoch ends here, be it that the run stops inside it."""
-    return trainer.is_last_batch or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+    finished = trainer.max_steps >= 0 and trainer.max_steps <= trainer.global_step
+    return trainer.is_last_batch or trainer.should_stop or finished
 
 
 def is_writing_step(trainer: Trainer, batch_idx: int) -> bool:
     """Return, in `on_train_batch_end`, whether it is time for a point: as `log_every_n_steps` says, and each epoch's end."""
     every = trainer.log_every_n_steps  # optimizer steps; 0 for never
     stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-    return is_end_of_epoch(trainer) or (every > 0 and stepped and trainer.global_step % every == 0)
+    return (every > 0 and stepped and trainer.global_step % every == 0) or is_end_of_epoch(trainer)
 
 
 def _accuracy(num_classes: int, average: Literal["micro"] | None) -> MulticlassAccuracy:

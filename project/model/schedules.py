@@ -10,6 +10,38 @@ from torch.optim.lr_scheduler import LRScheduler
 from project.errors import UsageError
 
 
+class LinearDecay(LRScheduler):
+    """Fall from the optimizer's learning rates to nothing along a straight line over the whole run.
+
+    Args:
+        optimizer: The optimizer.
+        total_steps: Optimizer steps of the whole run; None until the trainer knows it.
+        last_epoch: As in every PyTorch schedule; counts optimizer steps here.
+    """
+
+    def __init__(self, optimizer: Optimizer, total_steps: int | None = None, last_epoch: int = -1) -> None:
+        self.total_steps = total_steps
+        super().__init__(optimizer, last_epoch)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a checkpoint's schedule stopped.
+
+        Raises:
+            UsageError: That one spans another number of steps.
+        """
+        refuse_other_length(state_dict["total_steps"], self.total_steps)
+        super().load_state_dict(state_dict)
+
+    def factor(self, step: int) -> float:
+        """Return the learning rate of an optimizer step, counted from 0, as a fraction of the first one's."""
+        return 1.0 - min(step / self.total_steps, 1.0) if self.total_steps else 1.0
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the learning rate of each parameter group for the coming step."""
+        factor = self.factor(self.last_epoch)
+        return [rate * factor for rate in self.base_lrs]
+
+
 class OneCycle(LRScheduler):
     """Rise from a fraction of the optimizer's learning rate to all of it, then fall to nearly nothing; both as a cosine.
 
@@ -49,13 +81,7 @@ class OneCycle(LRScheduler):
         Raises:
             UsageError: That one spans another number of steps.
         """
-        steps = state_dict["total_steps"]
-        if self.total_steps and self.total_steps != steps:
-            raise UsageError(
-                f"--max_epochs: the checkpoint's learning rate falls over {steps} optimizer steps, this command's over"
-                f" {self.total_steps}; give it the same length, or start a new run without --resume"
-                " (one that is to be made longer later wants a schedule without an end, as --lr_scheduler null)"
-            )
+        refuse_other_length(state_dict["total_steps"], self.total_steps)
         super().load_state_dict(state_dict)
 
     def factor(self, step: int) -> float:
@@ -73,3 +99,17 @@ class OneCycle(LRScheduler):
 
 def _cosine(first: float, last: float, done: float) -> float:
     return last + (first - last) * (1.0 + math.cos(math.pi * done)) / 2.0
+
+
+def refuse_other_length(before: int, now: int | None) -> None:
+    """Refuse to continue a schedule over another number of optimizer steps.
+
+    Raises:
+        UsageError: The lengths differ.
+    """
+    if now and now != before:
+        raise UsageError(
+            f"--max_epochs: the checkpoint's learning rate falls over {before} optimizer steps, this command's over"
+            f" {now}; give it the same length, or start a new run without --resume"
+            " (one that is to be made longer later wants a schedule without an end, as --lr_scheduler null)"
+        )

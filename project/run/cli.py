@@ -15,16 +15,18 @@ from jsonargparse import Namespace
 from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar as BaseProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 
 from project.data.datamodule import uneven_batch
 from project.errors import UsageError
-from project.run.callbacks import RunRecord
+from project.run.callbacks import NoProfiler, ProgressBar, RunRecord
 from project.run.checkpoints import RunCheckpoints
 from project.run.checks import Hardware, check_hardware, nearest
 from project.run.exit import LAUNCHED_BY_US
 from project.run.launch import launch, launched_from_outside, meet_again
+from project.run.memory import keep_freed_memory
 from project.run.notices import Notices
 from project.run.outputs import RunDirectory, RunLogger, SaveConfig, expanded, newest_run, restarted_job
 from project.run.plan import ShowShapes, blank_batch, lacking, plan
@@ -273,6 +275,8 @@ class TrainCLI(LightningCLI):
             if self._launches and by_name and hardware.is_launched and not self.config.explain:
                 more = [f"--resume={self.continuation.run}"] if self.continuation.run else []
                 sys.exit(launch(len(hardware.devices), hardware.num_nodes, more))
+            if not hardware.on_gpu:
+                keep_freed_memory()
 
     def instantiate_classes(self) -> None:
         """Build everything; a value that a constructor refuses is the user's to mend."""
@@ -310,8 +314,12 @@ class TrainCLI(LightningCLI):
         if SLURMEnvironment.detect() and not any(isinstance(p, ClusterEnvironment) for p in kwargs["plugins"]):
             # Lightning's own checkpoint for a requeued job would be taken up by every other run of the same log_dir.
             kwargs["plugins"].append(SLURMEnvironment(auto_requeue=False))
-        if config.enable_progress_bar is None:
-            kwargs["enable_progress_bar"] = sys.stdout.isatty()
+        bar = config.enable_progress_bar
+        kwargs["enable_progress_bar"] = sys.stdout.isatty() if bar is None else bar
+        if kwargs["enable_progress_bar"] and not any(isinstance(c, BaseProgressBar) for c in kwargs["callbacks"]):
+            kwargs["callbacks"].append(ProgressBar())
+        if config.profiler is None:
+            kwargs["profiler"] = NoProfiler()
         if config.default_root_dir is None:
             kwargs["default_root_dir"] = self.config.log_dir
         return self._instantiate(**kwargs)

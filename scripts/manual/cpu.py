@@ -62,7 +62,7 @@ def main():
                 mean = loss.item()
                 milliseconds = 1000 * (time.perf_counter() - start) / (step - first)
                 # step 13: report
-                print(f"epoch {epoch} step {step} loss {mean:.7f} {milliseconds:.1f} ms/step", flush=True)
+                print(f"epoch {epoch} step {step} loss {mean:.7f} {milliseconds:.3f} ms/step", flush=True)
                 start, first = time.perf_counter(), step
         accuracy[epoch], count = evaluate(model, val, data)
         path = flags.weights / f"epoch_{epoch}.pth"

@@ -87,7 +87,7 @@ def main():
                 mean = loss.item() / world_size  # waits for the GPU: only then the clock tells the time (mistake 7)
                 milliseconds = 1000 * (time.perf_counter() - start) / (step - first)
                 if rank == 0:  # step 13: report
-                    print(f"epoch {epoch} step {step} loss {mean:.7f} {milliseconds:.1f} ms/step", flush=True)
+                    print(f"epoch {epoch} step {step} loss {mean:.7f} {milliseconds:.3f} ms/step", flush=True)
                 start, first = time.perf_counter(), step
         accuracy[epoch], count = evaluate(model, val, data, device)
         path = flags.weights / f"epoch_{epoch}.pth"

@@ -1,0 +1,58 @@
+"""Measure what the README claims about speed: every side in the same run, alternating, medians.
+
+    python scripts/benchmark.py                               all sections but accuracy; about 25 minutes on two cores
+    python scripts/benchmark.py --only step input             some of them
+    python scripts/benchmark.py --only accuracy --root data/cifar10-png --seeds 0 1 2
+    python scripts/benchmark.py --quick                       whether it all runs, in two minutes; the figures mean little
+
+Sections: step, what the template adds to a training step; input, images per second into the network; scaling, ddp on one
+and two processes; memory, whether processes share the images; start, from the command to the first step; size, what more
+images and a wider network cost; accuracy, configs/speed.yaml on real CIFAR-10; and gpu, where there is one.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the `project` beside this script, whatever is installed
+
+from benchmarks import sections
+from benchmarks.measure import Settings, machine, table
+
+
+def main() -> None:
+    """Parse, measure, print, write."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    names = list(sections.ALL)
+    parser.add_argument("--only", nargs="+", choices=names, metavar="SECTION", help=f"of {', '.join(names)}")
+    parser.add_argument("--quick", action="store_true", help="one short sample of everything")
+    parser.add_argument("--repeats", type=int, default=5, help="samples of every side (5)")
+    parser.add_argument("--root", type=Path, help="CIFAR-10 as train/<class>/*, test/<class>/*, for accuracy and size")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the accuracy section (0 1 2)")
+    parser.add_argument("--devices", type=int, default=1, help="processes of the accuracy section (1)")
+    parser.add_argument("--json", type=Path, default=Path("logs/benchmark.json"), help="where the figures go")
+    flags = parser.parse_args()
+    if flags.repeats < 1 or flags.devices < 1:
+        parser.error("--repeats and --devices must be at least 1")
+    if flags.root is not None and not (flags.root / "train").is_dir():
+        parser.error(f"--root {flags.root} holds no train/; give the folder that holds train/ and test/")
+    chosen = flags.only or [name for name in names if name != "accuracy"]
+    if "accuracy" in chosen and flags.root is None:
+        parser.error("--only accuracy needs --root, real CIFAR-10 as a folder of images")
+    settings = Settings(flags.quick, 1 if flags.quick else flags.repeats, flags.root, flags.seeds, flags.devices)
+
+    about = machine()
+    print("  ".join(f"{name} {value}" for name, value in about.items()), flush=True)
+    rows = []
+    for name in chosen:
+        rows += sections.ALL[name](settings)
+        flags.json.parent.mkdir(parents=True, exist_ok=True)  # after every section: a long run keeps what it has
+        flags.json.write_text(json.dumps({"machine": about, "rows": [row.as_dict() for row in rows]}, indent=1))
+    print(table(rows))
+    print(f"saved {flags.json}" + ("; measured with --quick: the figures mean little" if flags.quick else ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""How things are measured: real programs in processes of their own, sides taken in turn, medians."""
+
+import os
+import platform
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from project.run.summary import versions
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Settings:
+    """What the command line asks for: see its `--help`."""
+
+    quick: bool
+    repeats: int
+    root: Path | None
+    seeds: list[int]
+    devices: int
+
+
+@dataclass
+class Row:
+    """One comparison.
+
+    Attributes:
+        section: Its section.
+        what: What is compared.
+        unit: Of the samples.
+        samples: By side, in the order measured; the first side is the template.
+        ratio: A figure that follows from the medians, and what it is; None for none.
+    """
+
+    section: str
+    what: str
+    unit: str
+    samples: dict[str, list[float]]
+    ratio: tuple[str, float] | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def medians(self) -> dict[str, float]:
+        """The median of every side."""
+        return {side: statistics.median(values) for side, values in self.samples.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        ratio = None if self.ratio is None else {"what": self.ratio[0], "value": self.ratio[1]}
+        told = {"section": self.section, "what": self.what, "unit": self.unit, "medians": self.medians}
+        return {**told, "ratio": ratio, "samples": self.samples, **self.more}
+
+
+def over(samples: dict[str, list[float]], above: str, below: str) -> float:
+    """Return the median, over the rounds, of one side's sample divided by the other's of the same round."""
+    return statistics.median(a / b for a, b in zip(samples[above], samples[below], strict=True))
+
+
+def alternate(section: str, sides: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Take a sample of every side in turn, `repeats` times, beginning with another side each time."""
+    samples: dict[str, list[float]] = {side: [] for side in sides}
+    names = list(sides)
+    for turn in range(repeats):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            samples[name].append(sides[name]())
+            print(f"{section}  round {turn + 1}/{repeats}  {name}: {samples[name][-1]:,.4g}", flush=True)
+    return samples
+
+
+def run(*command: object, threads: int | None = None, watch: Callable[[int], None] | None = None, **variables: str) -> str:
+    """Run a program from the project's root and return what it printed.
+
+    Args:
+        command: The program and its arguments.
+        threads: OMP_NUM_THREADS; None for one for each core.
+        watch: Called once a second with the process's id, which is also its session's.
+        variables: More environment variables.
+
+    Raises:
+        SystemExit: It failed; with its last words.
+    """
+    left_by_launchers = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "OMP_NUM")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(left_by_launchers)}
+    environment |= {"OMP_NUM_THREADS": str(threads or os.cpu_count()), **variables}
+    process = subprocess.Popen(
+        list(map(str, command)),
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        while True:
+            try:
+                output, _ = process.communicate(timeout=None if watch is None else 1.0)
+                break
+            except subprocess.TimeoutExpired:
+                assert watch is not None
+                watch(process.pid)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    if process.returncode:
+        sys.exit(f"{' '.join(map(str, command))} ended with {process.returncode}:\n{output[-3000:]}")
+    return output
+
+
+def python(*command: object, **how: Any) -> str:
+    """Run a Python program."""
+    return run(sys.executable, *command, **how)
+
+
+def figures(pattern: str, output: str) -> list[float]:
+    """Return the numbers that a pattern's group finds, without the first: the first epoch warms up."""
+    found = [float(text.replace(",", "")) for text in re.findall(pattern, output)]
+    if len(found) < 2:
+        sys.exit(f"found no {pattern} in:\n{output[-3000:]}")
+    return found[1:]
+
+
+def matmul_gflops(dtype: torch.dtype, size: int = 2048) -> float:
+    """Return how fast the CPU multiplies square matrices now, in GFLOP/s; the median of seven."""
+    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    seconds = []
+    for _ in range(8):
+        start = time.perf_counter()
+        a @ b
+        seconds.append(time.perf_counter() - start)
+    return 2e-9 * size**3 / statistics.median(seconds[1:])
+
+
+def machine() -> dict[str, Any]:
+    """Return what the figures were measured on."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists() and (name := re.search(r"model name\s*: (.+)", cpuinfo.read_text())):
+        model = name[1]
+    gpu = {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()} if torch.cuda.is_available() else {}
+    return {"cpu": model, "cores": os.cpu_count(), **gpu, **versions()}
+
+
+def table(rows: list[Row]) -> str:
+    """Return the rows as text."""
+    cells = [["section", "what", "medians", "n", "ratio"]]
+    for row in rows:
+        medians = "  ".join(f"{side} {value:,.4g}" for side, value in row.medians.items())
+        count = str(len(next(iter(row.samples.values()))))
+        ratio = "" if row.ratio is None else f"{row.ratio[0]} {row.ratio[1]:.3g}"
+        cells.append([row.section, row.what, f"{medians}  {row.unit}", count, ratio])
+    widths = [max(len(line[column]) for line in cells) for column in range(5)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells
+    )

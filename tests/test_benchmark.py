@@ -1,0 +1,70 @@
+"""The benchmark measures what it says, and refuses what it cannot."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts.benchmarks.measure import Row, alternate, figures, over, table
+from tests.conftest import ROOT, python
+
+BENCHMARK = ROOT / "scripts" / "benchmark.py"
+
+
+def test_sides_are_taken_in_turn_and_begin_with_another_each_time(capsys: pytest.CaptureFixture[str]) -> None:
+    taken: list[str] = []
+    sides = {name: lambda name=name: float(taken.append(name) or len(taken)) for name in "abc"}
+    samples = alternate("section", sides, 3)
+    assert "".join(taken) == "abcbcacab"
+    assert samples == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
+    assert capsys.readouterr().out.count("section  round") == 9
+
+
+def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
+    assert over({"a": [2.0, 30.0, 4.0], "b": [1.0, 10.0, 1.0]}, "a", "b") == 3.0
+
+
+def test_the_first_epoch_is_left_out() -> None:
+    assert figures(r"([\d,]+) images/s", "1,000 images/s\n2,000 images/s\n3,500 images/s") == [2000, 3500]
+
+
+def test_the_table_names_sections_sides_and_ratios() -> None:
+    samples = {"template": [1.0, 3.0, 2.0], "by hand": [1.0, 1.0, 1.0]}
+    last = table([Row("step", "tiny network", "µs", samples, ("ratio", 2))]).splitlines()[1]
+    assert " ".join(last.split()) == "step tiny network template 2 by hand 1 µs 3 ratio 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--only", "accuracy"], "needs --root"),
+        (["--root", "/nowhere"], "--root /nowhere holds no train/"),
+        (["--only", "speed"], "invalid choice: 'speed'"),
+        (["--repeats", "0"], "must be at least 1"),
+    ],
+)
+def test_a_mistake_is_named(flags: list[str], words: str) -> None:
+    result = python(BENCHMARK, *flags)
+    assert result.returncode == 2
+    assert words in result.stderr
+
+
+@pytest.mark.slow
+def test_quick_runs_and_writes_every_sample_with_machine_and_versions(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    result: subprocess.CompletedProcess[str] = python(
+        BENCHMARK, "--quick", "--only", "step", "input", "memory", "start", "--json", file, timeout=600
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    written = json.loads(file.read_text())
+    assert written["machine"]["cores"] >= 1
+    assert written["machine"]["torch"]
+    rows = {(row["section"], row["what"]): row for row in written["rows"]}
+    assert len(rows) == len(written["rows"])
+    assert {section for section, _ in rows} == {"step", "input", "memory", "start"}
+    assert all(value > 0 for row in rows.values() for values in row["samples"].values() for value in values)
+    assert set(rows["step", "tiny network"]["samples"]) == {"template", "by hand", "plain Lightning"}
+    shares = rows["memory", "images in memory (PSS, all processes)"]["samples"]
+    assert 0.5 < shares["1 process"][0] <= 1.01
+    assert shares["2 processes"][0] < shares["1 process"][0] + 0.1

@@ -1,0 +1,37 @@
+"""Memory that tensors free is kept for the next ones."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+PROGRAM = """
+import resource, sys
+import torch
+from project.run.memory import keep_freed_memory
+if sys.argv[1] == "kept":
+    assert keep_freed_memory()
+for _ in range(2):
+    torch.ones(2**25)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    torch.ones(2**25)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+def test_large_tensors_take_the_pages_of_those_before_them() -> None:
+    faults = {}
+    for how in ("kept", "returned"):
+        command = [sys.executable, "-c", PROGRAM, how]
+        result = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=True
+        )
+        faults[how] = int(result.stdout)
+    assert faults["returned"] > 5 * 2**27 / 2**21  # 128 MiB each; of pages of 2 MiB at the largest
+    assert faults["kept"] < 0.05 * faults["returned"]
