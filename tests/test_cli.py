@@ -185,3 +185,9 @@ def test_the_script_takes_the_project_beside_it_whatever_is_installed(tmp_path: 
     (other / "__init__.py").write_text("raise SystemExit('another clone')")
     result = python(TRAIN, "--devices", "0", "--accelerator", "cpu", cwd=tmp_path, PYTHONPATH=str(other.parent))
     assert result.stderr.startswith("error: --devices 0"), result.stderr
+
+
+def test_compiling_without_a_compiler_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    with pytest.raises(UsageError, match=r"^--compile needs a C\+\+ compiler"):
+        cli("--compile", "--data.source", "synthetic")

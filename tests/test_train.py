@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -278,6 +279,35 @@ def test_bf16_and_accumulated_gradients_train(tmp_path: Path, cache: list[str]) 
     run = run_of(tmp_path, train(tmp_path, *TWO, *cache, *flags, *NARROW, "--max_epochs", "1"))
     assert run.summary["optimizer_steps"] == 84 // 4
     assert math.isfinite(run.summary["test_loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_network_computes_the_same_and_its_checkpoint_loads_uncompiled(tmp_path: Path, cache: list[str]) -> None:
+    flags = [*CPU, "--devices", "1", *cache, *NARROW, "--data.source", "synthetic", "--max_epochs", "1", "--lr", "0.001"]
+    flags += ["--trainer.limit_train_batches", "20"]
+    plain, compiled = (
+        run_of(tmp_path, train(tmp_path, *flags, "--name", name, *more, timeout=400), name)
+        for name, more in (("plain", []), ("compiled", ["--compile"]))
+    )
+    states = [torch.load(r.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for r in (plain, compiled)]
+    assert states[0].keys() == states[1].keys()
+    for name, weight in states[0].items():
+        assert torch.allclose(weight, states[1][name], atol=1e-4), name
+    resumed = train(tmp_path, *CPU, "--devices", "1", "--resume", compiled.folder)  # finished: tested again
+    assert f"{compiled.summary['test_accuracy']:.4f}" in resumed.stdout
+
+
+def test_the_speed_recipe_trains_on_two_processes_and_counts_every_image(tmp_path: Path, cache: list[str]) -> None:
+    recipe = ["--config", ROOT / "configs" / "speed.yaml", "--data.source", "synthetic", "--batch_size", "100"]
+    recipe += ["--model.network.widths", "[4,8,8]", "--max_epochs", "2", "--trainer.limit_train_batches", "10"]
+    run = run_of(tmp_path, train(tmp_path, *TWO, *cache, *recipe))
+    assert run.summary["num_test_images_counted"] == 2000
+    assert run.summary["num_val_images"] == 0
+    assert run.summary["optimizer_steps"] == 20
+    state = torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    filters = state["network.whiten.weight"]
+    assert torch.equal(filters[12:], -filters[:12])  # whitened, from this run's images
 
 
 def test_the_articles_config_keeps_plain_weights_of_every_epoch(tmp_path: Path, cache: list[str]) -> None:

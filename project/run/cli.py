@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import sys
 import tempfile
 import warnings
@@ -17,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar as BaseProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_only
 
 from project.data.datamodule import uneven_batch
@@ -56,6 +58,7 @@ OWN_FLAGS: dict[str, tuple[Any, Any, str]] = {
     "name": (str, "default", "what the run is called: it writes to <log_dir>/<name>/version_<n>"),
     "log_dir": (str, "logs", "the folder of all runs"),
     "checkpoint_every": (int, 0, "optimizer steps from one last.ckpt to the next; 0 saves at the end of every epoch"),
+    "compile": (bool, False, "compile the network with torch.compile: a minute at the start, for speed in a long run"),
     "resume": (
         bool | str,
         False,
@@ -286,6 +289,10 @@ class TrainCLI(LightningCLI):
             raise
         except ValueError as error:
             raise UsageError(" ".join(str(error).split())) from error
+        if self.config.compile and not self.config.explain:
+            if shutil.which(os.environ.get("CXX", "g++")) is None:
+                raise UsageError("--compile needs a C++ compiler, g++ or the one that CXX names; install one, or leave it out")
+            getattr(self.model, "network", self.model).compile()  # in place: no name in the state_dict changes
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer, with the run directory, its logger, checkpoints and record."""
@@ -322,6 +329,8 @@ class TrainCLI(LightningCLI):
             kwargs["profiler"] = NoProfiler()
         if config.default_root_dir is None:
             kwargs["default_root_dir"] = self.config.log_dir
+        if self.hardware is not None and self.hardware.strategy == "ddp" and isinstance(config.strategy, str):
+            kwargs["strategy"] = DDPStrategy(gradient_as_bucket_view=True)  # gradients are not kept, and copied, twice
         return self._instantiate(**kwargs)
 
     def _run_directory(self) -> RunDirectory:

@@ -14,7 +14,7 @@ from project.run.storage import DamagedCheckpoint, read_checkpoint, write_durabl
 
 # What a continued run may change: where it runs, what it is called, what it prints. Of the trainer's settings, those that
 # decide what is computed are named instead, there being fewer of them.
-FREE = {"name", "log_dir", "checkpoint_every", "resume", "explain", "config"}
+FREE = {"name", "log_dir", "checkpoint_every", "resume", "explain", "config", "compile"}
 FREE |= {"data.root", "data.num_workers", "data.cache_dir", "data.eval_batch_size"}
 FIXED_OF_TRAINER = {
     "precision",
@@ -151,7 +151,7 @@ def base_of(config: str, given: Sequence[str]) -> str:
     """
     settings = yaml.safe_load(config)
     appended = [match[1] for arg in given if (match := re.match(r"--([\w.]+)\+(?:=|$)", arg))]
-    for name in ("trainer.accelerator", "trainer.devices", "trainer.strategy", "trainer.num_nodes", *appended):
+    for name in (*(f"trainer.{name}" for name in ("accelerator", "devices", "strategy", "num_nodes")), "compile", *appended):
         *parents, last = name.split(".")
         part = settings
         for parent in parents:
