@@ -291,7 +291,9 @@ class TrainCLI(LightningCLI):
             raise UsageError(" ".join(str(error).split())) from error
         if self.config.compile and not self.config.explain:
             if shutil.which(os.environ.get("CXX", "g++")) is None:
-                raise UsageError("--compile needs a C++ compiler, g++ or the one that CXX names; install one, or leave it out")
+                raise UsageError(
+                    "--compile needs a C++ compiler, g++ or the one that CXX names; install one, or leave it out"
+                )
             getattr(self.model, "network", self.model).compile()  # in place: no name in the state_dict changes
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
