@@ -319,6 +319,24 @@ def _epoch_seconds(
     return measure
 
 
+# ---- recipe
+
+
+def recipe(settings: Settings) -> list[Row]:
+    """Images per second of configs/speed.yaml, all told, and of the published record's step alone, in plain PyTorch."""
+    flags: list[object] = ["--config", ROOT / "configs" / "speed.yaml", "--devices", 1, "--max_epochs", 2]
+    flags += ["--trainer.limit_train_batches", 2 if settings.quick else 5, "--data.eval_batch_size", 100]
+    plain = ROOT / "scripts" / "benchmarks" / "plain_speed.py"
+    steps = 1 if settings.quick else 3
+    sides = {
+        "template": lambda: training_speed(*flags),
+        "record's step": lambda: statistics.median(figures(SPEED, python(plain, "--steps", steps))),
+    }
+    samples = alternate("recipe", sides, settings.repeats)
+    ratio = over(samples, "record's step", "template")
+    return [Row("recipe", "configs/speed.yaml", "images/s", samples, ("time for an image, over the record's", ratio))]
+
+
 # ---- accuracy
 
 
@@ -394,6 +412,7 @@ ALL: dict[str, Callable[[Settings], list[Row]]] = {
     "memory": memory,
     "start": start,
     "size": size,
+    "recipe": recipe,
     "accuracy": accuracy,
     "gpu": gpu,
 }
