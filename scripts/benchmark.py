@@ -42,7 +42,8 @@ def main() -> None:
     chosen = flags.only or [name for name in names if name != "accuracy"]
     if "accuracy" in chosen and flags.root is None:
         parser.error("--only accuracy needs --root, real CIFAR-10 as a folder of images")
-    settings = Settings(flags.quick, 1 if flags.quick else flags.repeats, flags.root, flags.seeds, flags.devices)
+    root = flags.root and flags.root.resolve()  # the programs run in the project's folder
+    settings = Settings(flags.quick, 1 if flags.quick else flags.repeats, root, flags.seeds, flags.devices)
 
     about = machine()
     print("  ".join(f"{name} {value}" for name, value in about.items()), flush=True)

@@ -33,7 +33,6 @@ def main() -> None:
     # step 4: join them in a process group
     # step 5: give each its own GPU
     # step 9: move the network there
-    # step 11: move every batch there
     cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=cli.resume_from, weights_only=True)
     # step 15: load the best checkpoint, onto whatever device this is; plain values alone
     cli.trainer.test(cli.model, cli.datamodule, ckpt_path=cli.best_checkpoint, weights_only=True, verbose=False)

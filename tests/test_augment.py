@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from project.data.augment import Augmentation, mixed
+from project.data.augment import Augmentation, mixed, seed_of
 
 IMAGES = torch.randint(256, (40, 3, 12, 10), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 
@@ -56,3 +56,9 @@ def test_where_mirroring_alternates_an_image_is_mirrored_in_every_other_epoch() 
 def test_the_seeds_of_a_sequence_are_splitmix64s() -> None:
     # The generator's published first outputs from the state 1234567.
     assert [mixed(1234567, number) for number in range(3)] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+def test_who_is_mirrored_first_is_drawn_from_no_other_stream() -> None:
+    draws = Augmentation(200, 2, True, 7, alternate=True).draw(0)[1]
+    for other in [(7, epoch, use) for epoch in range(20) for use in range(3)]:
+        assert not torch.equal(torch.rand(200, generator=torch.Generator().manual_seed(seed_of(*other))) < 0.5, draws)

@@ -1,11 +1,17 @@
 """The LightningModule around any network."""
 
+import inspect
+from typing import Any
+
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch import nn
 
 from project.errors import UsageError
-from project.model.classifier import Classifier
+from project.model.classifier import PLAIN_ATTRIBUTES, Classifier
+from project.model.networks import ConvNet
 
 
 def test_a_network_with_the_wrong_number_of_outputs_is_named() -> None:
@@ -18,3 +24,24 @@ def test_probabilities_add_up_to_one() -> None:
     model = Classifier(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10)))
     probabilities = model.predict_step((torch.rand(2, 3, 8, 8), torch.zeros(2)), 0)
     assert probabilities.sum(dim=1).tolist() == pytest.approx([1, 1])
+
+
+def test_what_the_lean_step_leaves_out_is_still_where_lightning_has_it() -> None:
+    """These are private to Lightning; where it changes them, what we do about them must change too."""
+    assert not isinstance(inspect.getattr_static(LightningModule, "_current_fx_name", None), property)
+    assert Classifier(ConvNet())._current_fx_name is None
+    assert callable(_TrainingEpochLoop._broadcast_sigterm_tensor)
+
+
+def test_lightning_sees_the_steps_true_arguments() -> None:
+    def plain(self: Any, batch: Any, batch_idx: int) -> None: ...
+
+    assert inspect.getfullargspec(Classifier(ConvNet()).training_step).args == inspect.getfullargspec(plain).args
+
+
+def test_an_attribute_that_is_set_in_every_step_is_no_parameter_buffer_or_module() -> None:
+    module = Classifier(ConvNet())
+    known = {name for name, _ in (*module.named_parameters(), *module.named_buffers(), *module.named_modules())}
+    assert not known & PLAIN_ATTRIBUTES
+    module._loss = loss = torch.tensor(1.0)
+    assert module._loss is loss

@@ -72,6 +72,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens
         (["--data.source", "folder", "--data.root", "nowhere"], ["--data.root nowhere", "does not exist"]),
         (["--data.source", "folder"], ["--data.root data", "does not exist"]),
         (["--lr", "abc"], ["--lr abc"]),
+        (["--data.alternate_flip", "true", "--data.flip", "false"], ["--data.alternate_flip true", "--data.flip false"]),
         (["--batch_size", "many"], ["batch_size", "many", "int"]),
         (["--precision", "7"], ["precision 7", "bf16-mixed"]),
         (["--seed", "-1"], ["--seed -1", "0 to"]),
@@ -189,5 +190,10 @@ def test_the_script_takes_the_project_beside_it_whatever_is_installed(tmp_path: 
 
 def test_compiling_without_a_compiler_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    with pytest.raises(UsageError, match=r"^--compile needs a C\+\+ compiler"):
+    with pytest.raises(UsageError, match=r"^--compile needs a C\+\+ compiler, and /nowhere/g\+\+ is not there"):
         cli("--compile", "--data.source", "synthetic")
+
+
+def test_ddps_gradients_lie_in_its_buckets() -> None:
+    trainer = cli("--strategy", "ddp", "--devices", "2", "--data.source", "synthetic").trainer
+    assert trainer.strategy._ddp_kwargs == {"gradient_as_bucket_view": True}

@@ -38,7 +38,7 @@ SPEED = [
     "--model.network.widths",
     "[4,4,8]",
     "--data.image_size",
-    "26",
+    "12",
 ]
 SPEED += ["--optimizer", "project.model.optimizers.Muon", "--lr_scheduler", "project.model.schedules.LinearDecay"]
 SPEED += ["--data.alternate_flip", "true", "--model.label_smoothing", "0.2"]

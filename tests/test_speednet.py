@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader, TensorDataset
 
 from project.errors import UsageError
+from project.model.classifier import Classifier
 from project.model.speednet import SpeedNet, _Conv3x3, _FastWeightGradient
 
 
@@ -32,6 +35,26 @@ def test_the_first_convolution_whitens_patches_and_is_not_trained() -> None:
     covariance = outputs[:12] @ outputs[:12].T / outputs.shape[1]
     assert torch.allclose(covariance, torch.eye(12, dtype=torch.float64), atol=0.01)
     assert not any(parameter.requires_grad for parameter in net.whiten.parameters())
+
+
+def test_weights_that_were_whitened_stay_as_they_are() -> None:
+    first, second = network(), network()
+    first.look_at(IMAGES)
+    second.load_state_dict(first.state_dict())
+    second.look_at(IMAGES.flip(0).cumsum(dim=2))
+    assert torch.equal(second.whiten.weight, first.whiten.weight)
+
+
+def test_without_a_data_module_that_shows_it_images_it_says_what_is_missing() -> None:
+    module = Classifier(SpeedNet(widths=(4, 4, 4)))
+    loader = DataLoader(TensorDataset(IMAGES.float(), torch.zeros(20, dtype=torch.int64)), 10)
+    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False)
+    with pytest.raises(UsageError, match="SpeedNet looks at training images first"):
+        trainer.fit(module, loader, loader)
+
+
+def test_the_smallest_images_that_it_names_work() -> None:
+    assert network(image_size=9)(IMAGES[:, :, :9, :9]).shape == (20, 10)
 
 
 def test_a_convolution_begins_by_handing_its_input_on() -> None:
@@ -92,7 +115,7 @@ def test_in_bfloat16_both_gradients_agree_to_its_precision() -> None:
     assert (fast - convolution.weight.grad).norm() < 0.01 * fast.norm()
 
 
-@pytest.mark.parametrize("wrong", [{"widths": (0, 1, 1)}, {"num_classes": 1}, {"image_size": 25}, {"unsure_below": 1.5}])
+@pytest.mark.parametrize("wrong", [{"widths": (0, 1, 1)}, {"num_classes": 1}, {"image_size": 8}, {"unsure_below": 1.5}])
 def test_a_setting_that_cannot_work_is_named(wrong: dict) -> None:
     with pytest.raises(UsageError, match=f"--model.network.{next(iter(wrong))}"):
         SpeedNet(**wrong)

@@ -1,5 +1,6 @@
-"""A program that ends while its loader's workers still wait for the next batch: `workers.py fork|spawn`."""
+"""A program that ends while its loader's workers still wait for the next batch: `workers.py fork|spawn|forkserver`."""
 
+import multiprocessing
 import sys
 
 import torch
@@ -21,5 +22,6 @@ if __name__ == "__main__":
     for _ in range(2):  # one of each worker
         next(batches)
     print("ready", flush=True)
+    print(*(process.pid for process in multiprocessing.active_children()), flush=True)
     sys.stdin.readline()
     print(2 + len(list(zip(range(9), batches, strict=False))), flush=True)  # all workers still answer

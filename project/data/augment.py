@@ -16,8 +16,10 @@ def seed_of(*key: int) -> int:
     """Mix numbers into one seed of 64 bits. The last number of a key says what it is for, so that no two uses meet.
 
     0 is the order of an epoch's images, 1 their augmentation, 2 the validation split, 3 what a step draws, 4 dropout, 5
-    which images are mirrored first where that alternates.
+    which images are mirrored first where that alternates. Three numbers at least: in a shorter one, zeros at the end
+    would not count.
     """
+    assert len(key) > 2
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
 
 
@@ -62,7 +64,7 @@ class Augmentation:
             stream = generator(self.seed, epoch, 1)  # 0 is the order of the images
             self._shifts = torch.randint(2 * self.shift + 1, (2, self.num_images), generator=stream)
             if self.alternate:
-                stream = generator(self.seed, 5)
+                stream = generator(self.seed, 0, 5)
             self._flips = torch.rand(self.num_images, generator=stream) < 0.5
             if self.alternate and epoch % 2:
                 self._flips = ~self._flips

@@ -1,5 +1,6 @@
 """Which images make up each batch, on each rank: the samplers, and the data set that returns whole batches."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 from project.data.augment import Augmentation, generator
 
 IGNORE_INDEX = -100  # the label of the blank images that fill up an evaluation batch; torch's default for cross_entropy
+ENDING = {signal.SIGTERM, signal.SIGINT}
 BLANK = -1  # the position of such an image
 
 
@@ -143,13 +145,15 @@ def leave_signals_to_the_parent(worker: int) -> None:
 
     A worker that ignored SIGTERM altogether would be waited for forever by a parent that ends with its loader alive.
     """
-    if not hasattr(signal, "sigwaitinfo"):  # macOS: torch's own way
+    if not hasattr(signal, "sigwaitinfo"):  # macOS, which does not tell who sent it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         return
-    ending = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # so that none is delivered but to the thread that asks
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # so that none is delivered but to the thread that asks
+    parent = multiprocessing.parent_process()
+    assert parent is not None
 
     def listen() -> None:
-        while signal.sigwaitinfo(ending).si_pid != os.getppid():
+        while signal.sigwaitinfo(ENDING).si_pid != parent.pid:
             pass
         os._exit(0)
 
@@ -165,7 +169,15 @@ class BatchLoader(DataLoader[tuple[Tensor, Tensor]]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the batches."""
-        yield from super().__iter__()
+        held = self.num_workers > 0 and hasattr(signal, "sigwaitinfo")
+        if held:  # workers inherit it, with all threads that the libraries they import will start
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        try:
+            iterator = super().__iter__()
+        finally:
+            if held:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        yield from iterator
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: what comes next follows from the trainer's progress. Lightning asks for this."""

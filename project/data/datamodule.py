@@ -81,6 +81,8 @@ class ImageDataModule(LightningDataModule):
                 raise UsageError(f"--{name} {value} must be at least {least}")
         if not 0 <= val_fraction < 1:
             raise UsageError(f"--data.val_fraction {val_fraction} must be at least 0 and below 1")
+        if alternate_flip and not flip:
+            raise UsageError("--data.alternate_flip true has nothing to do with --data.flip false; leave one of them out")
         if shift >= image_size:
             raise UsageError(f"--data.shift {shift} must be below --data.image_size, which is {image_size}")
         if source in ("auto", "cifar10") and image_size != 32:
@@ -242,9 +244,11 @@ class ImageDataModule(LightningDataModule):
         return self._evaluation_loader(self.test_batches, self.test_positions)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch, without waiting for it; Lightning's own way looks through it for nested collections."""
+        """Move a batch. Lightning's own way looks through it for nested collections first."""
         images, labels = batch
-        return images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        ahead = device.type == "cuda"  # without waiting for it, from pinned memory; elsewhere torch does not order that
+        # step 11: from main memory to the device
+        return images.to(device, non_blocking=ahead), labels.to(device, non_blocking=ahead)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Normalise a batch on its device."""

@@ -15,7 +15,7 @@ flag               step                  by hand                                
 --accelerator gpu   9 model to device    model.to(device)                           Strategy.model_to_device
 --strategy ddp     10 wrap               DistributedDataParallel(model, ...)        DDPStrategy.configure_ddp
 --strategy dp      10 wrap               DataParallel(model, device_ids=gpus)       DataParallelStrategy
---accelerator gpu  11 batch to device    images.to(device), labels.to(device)       Strategy.batch_to_device
+--accelerator gpu  11 batch to device    images.to(device), labels.to(device)       ImageDataModule.transfer_batch_to_device
 every command      12 the step           loss.backward() ... optimizer.step()       Classifier.training_step
 every command      13 report             print(f"epoch ... ms/step", flush=True)    Classifier.on_train_batch_end
 every command      14 save               torch.save(model...state_dict(), path)     DurableCheckpointIO.save_checkpoint
@@ -109,7 +109,7 @@ class Classifier(LightningModule):
         self._first_bad: Tensor | None = None  # on a GPU: the first step that was not finite, -1 for none
         self._seed: int | None = None
         self._own_seed = 0  # of this rank's draws
-        self._generators: list[torch.Generator] = []  # that a step may draw from
+        self._generators: list[torch.Generator] = []  # that a step may draw from; empty for all
         self._dropouts: list[Dropout] = []  # to be told of every step
         self._restored: dict[str, Any] = {}
 
@@ -163,14 +163,21 @@ class Classifier(LightningModule):
         for metric in (*self.val_metrics.values(), *self.test_metrics.values(), self.test_class_accuracy):
             metric.reset()
         if stage == "fit" and hasattr(self.network, "look_at"):
-            self.network.look_at(self.trainer.datamodule.some_training_images(5000))  # type: ignore[attr-defined, operator]
+            data, network = getattr(self.trainer, "datamodule", None), type(self.network).__name__
+            if not hasattr(data, "some_training_images"):
+                raise UsageError(
+                    f"--model.network {network} looks at training images first: give the Trainer a data module that has"
+                    " some_training_images(count), as ImageDataModule has"
+                )
+            self.network.look_at(data.some_training_images(5000))  # type: ignore[operator, union-attr]
 
     def on_train_start(self) -> None:
         """Say what would make several processes compute something else than one, and begin the sums, or go on with them."""
         self._begin_sums()  # here too: a run that continues inside an epoch has no start of the epoch
         self._seed = int(self._restored.get("seed", torch.initial_seed() if self._seed is None else self._seed))
         self._own_seed = seed_of(self._seed, self.trainer.global_rank, 3)
-        self._generators = [torch.default_generator, *torch.cuda.default_generators]  # none where CUDA is not in use
+        if self.device.type in ("cpu", "cuda"):
+            self._generators = [torch.default_generator, *torch.cuda.default_generators]  # of CUDA none where not in use
         self._first_bad = torch.tensor(-1, device=self.device)
         self._dropouts = [module for module in self.network.modules() if isinstance(module, Dropout)]
         if self._restored:
@@ -223,6 +230,8 @@ class Classifier(LightningModule):
         # Not by torch.manual_seed, which asks for every kind of GPU first: 0.14 ms.
         for generator in self._generators:
             generator.manual_seed(mixed(self._own_seed, number))
+        if not self._generators:
+            torch.manual_seed(mixed(self._own_seed, number))
         for layer_number, layer in enumerate(self._dropouts):
             if layer.p:
                 rank, world_size = self.trainer.global_rank, self.trainer.world_size
@@ -235,9 +244,11 @@ class Classifier(LightningModule):
         """Clip the gradients to the trainer's value, or else to the recipe's, unless they are not finite."""
         limit = self.max_grad_norm if gradient_clip_val is None else gradient_clip_val
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not parameters:
+            return
         if limit is None or gradient_clip_algorithm == "value":
             norms = torch._foreach_norm([p.grad for p in parameters])  # get_total_norm takes three times as long
-            norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+            norm = torch.linalg.vector_norm(torch.stack(norms))
             if limit is not None:
                 self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=gradient_clip_algorithm)
         else:

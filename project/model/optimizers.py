@@ -83,7 +83,7 @@ class Muon(Optimizer):
         velocity = state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
         step = gradient.add(velocity, alpha=group["momentum"])  # Nesterov's
         if group["orthogonal"]:
-            parameter.mul_(len(parameter) ** 0.5 / parameter.norm())
+            parameter.mul_(len(parameter) ** 0.5 / parameter.norm().clamp_min(1e-12))
             step = orthogonalised(step.flatten(1), group["iterations"]).view_as(step)
         parameter.add_(step, alpha=-group["lr"])
 

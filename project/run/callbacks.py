@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.profilers import PassThroughProfiler
 
-from project.model.classifier import is_writing_step
+from project.model.classifier import is_end_of_epoch, is_writing_step
 
 
 class RunRecord(Callback):
@@ -149,7 +149,7 @@ class ProgressBar(RichProgressBar):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Draw it, when it is time, or the epoch's last."""
         now = time.perf_counter()
-        if now - self._drawn >= self.SECONDS or trainer.is_last_batch:
+        if now - self._drawn >= self.SECONDS or is_end_of_epoch(trainer):
             self._drawn = now
             super().on_train_batch_end(trainer, pl_module, *args)
 

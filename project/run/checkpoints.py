@@ -64,7 +64,8 @@ class RunCheckpoints(Checkpoint):
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self._metrics.items()})
         early = [callback for callback in trainer.callbacks if isinstance(callback, EarlyStopping)]
         trainer.should_stop = trainer.should_stop or any(callback.stopped_epoch > 0 for callback in early)  # as restored
-        _ask_nobody_in_every_step(trainer)
+        if stop_signal.listens:
+            _ask_nobody_in_every_step(trainer)
         stop_signal.begin_training()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -58,7 +59,7 @@ OWN_FLAGS: dict[str, tuple[Any, Any, str]] = {
     "name": (str, "default", "what the run is called: it writes to <log_dir>/<name>/version_<n>"),
     "log_dir": (str, "logs", "the folder of all runs"),
     "checkpoint_every": (int, 0, "optimizer steps from one last.ckpt to the next; 0 saves at the end of every epoch"),
-    "compile": (bool, False, "compile the network with torch.compile: a minute at the start, for speed in a long run"),
+    "compile": (bool, False, "compile the network with torch.compile: half a minute at the start, for speed in a long run"),
     "resume": (
         bool | str,
         False,
@@ -150,7 +151,8 @@ class TrainCLI(LightningCLI):
         datamodule_class: type[LightningDataModule],
         args: Sequence[str] | None = None,
     ) -> None:
-        self._launches = args is None and not launched_from_outside()
+        self._is_command = args is None
+        self._launches = self._is_command and not launched_from_outside()
         self._store = meet_again()
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             stop_signal.join(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
@@ -278,7 +280,9 @@ class TrainCLI(LightningCLI):
             if self._launches and by_name and hardware.is_launched and not self.config.explain:
                 more = [f"--resume={self.continuation.run}"] if self.continuation.run else []
                 sys.exit(launch(len(hardware.devices), hardware.num_nodes, more))
-            if not hardware.on_gpu:
+            if not hardware.on_gpu and self.config.compile and not self.config.explain:
+                _check_compiler()
+            if not hardware.on_gpu and self._is_command:
                 keep_freed_memory()
 
     def instantiate_classes(self) -> None:
@@ -290,10 +294,6 @@ class TrainCLI(LightningCLI):
         except ValueError as error:
             raise UsageError(" ".join(str(error).split())) from error
         if self.config.compile and not self.config.explain:
-            if shutil.which(os.environ.get("CXX", "g++")) is None:
-                raise UsageError(
-                    "--compile needs a C++ compiler, g++ or the one that CXX names; install one, or leave it out"
-                )
             getattr(self.model, "network", self.model).compile()  # in place: no name in the state_dict changes
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -465,6 +465,15 @@ def flag_of(name: str, given: Sequence[str]) -> list[str]:
         if arg == f"--{name}":
             return [arg, *(value for value in given[place + 1 : place + 2] if not value.startswith("-"))]
     return []
+
+
+def _check_compiler() -> None:
+    named = shlex.split(os.environ.get("CXX", ""))[:1]
+    if not any(shutil.which(compiler) for compiler in named or ("g++", "clang++")):
+        raise UsageError(
+            f"--compile needs a C++ compiler, and {' '.join(named) or 'g++'} is not there; install it, name another"
+            " in CXX, or leave --compile out"
+        )
 
 
 def _as_list(value: Any) -> list[Any]:

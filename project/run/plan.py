@@ -194,7 +194,7 @@ def memory(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> 
 
 def _in_words(size: dict[str, int], untried: str, hardware: Hardware) -> str:
     where, others = "on each device", size["weights"] + size["gradients"]
-    if hardware.family == "ddp":
+    if hardware.family == "ddp" and hardware.strategy != "ddp":  # with "ddp" the gradients lie in them
         size["ddp's buckets"] = size["gradients"]
     if hardware.strategy == "dp" and len(hardware.devices) > 1:
         where = f"on the first GPU, {_size(others)} on each other"

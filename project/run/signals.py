@@ -57,6 +57,11 @@ class StopSignal:
 
     # ---- called by the main thread
 
+    @property
+    def listens(self) -> bool:
+        """Whether this process hears of signals by it."""
+        return self._thread is not None
+
     def install(self) -> None:
         """Listen from now on, in the main thread of a script."""
         if self._thread is not None:

@@ -52,6 +52,7 @@ class Replaced:
         return ".".join(names[first_class:])
 
 
+DATA_MODULE = "project.data.datamodule.ImageDataModule"
 STRATEGIES = "lightning.pytorch.strategies"
 TABLE = (
     Replaced(DDP, 1, "torchrun --nproc_per_node=2 ...", "project.run.launch.launch"),
@@ -59,16 +60,16 @@ TABLE = (
     Replaced(GPU, 3, "torch.cuda.is_available()", "project.run.checks.check_accelerator"),
     Replaced(DDP, 4, 'dist.init_process_group("nccl" ...)', f"{STRATEGIES}.DDPStrategy.setup_environment"),
     Replaced(DDP, 5, "torch.cuda.set_device(device)", f"{STRATEGIES}.DDPStrategy.setup_environment"),
-    Replaced(
-        DDP, 6, "GlobalBatchSampler(..., world_size, rank)", "project.data.datamodule.ImageDataModule.train_dataloader"
-    ),
+    Replaced(DDP, 6, "GlobalBatchSampler(..., world_size, rank)", f"{DATA_MODULE}.train_dataloader"),
     Replaced(DDP, 7, "train_sampler.set_epoch(epoch)", "project.data.batches.GlobalBatchSampler"),
     Replaced(DDP, 8, "flags.batch_size // world_size", "project.data.batches.GlobalBatchSampler"),
     Replaced(DP, 8, "nothing: DataParallel splits it", "project.run.strategies.DataParallelStrategy"),
     Replaced(GPU, 9, "model.to(device)", f"{STRATEGIES}.Strategy.model_to_device"),
     Replaced(DDP, 10, "DistributedDataParallel(model, ...)", f"{STRATEGIES}.DDPStrategy.configure_ddp"),
     Replaced(DP, 10, "DataParallel(model, device_ids=gpus)", "project.run.strategies.DataParallelStrategy"),
-    Replaced(GPU, 11, "images.to(device), labels.to(device)", f"{STRATEGIES}.Strategy.batch_to_device"),
+    Replaced(
+        GPU, 11, "images.to(device), labels.to(device)", "project.data.datamodule.ImageDataModule.transfer_batch_to_device"
+    ),
     Replaced(ANY, 12, "loss.backward() ... optimizer.step()", "project.model.classifier.Classifier.training_step"),
     Replaced(ANY, 13, 'print(f"epoch ... ms/step", flush=True)', "project.model.classifier.Classifier.on_train_batch_end"),
     Replaced(ANY, 14, "torch.save(model...state_dict(), path)", "project.run.storage.DurableCheckpointIO.save_checkpoint"),

@@ -1,5 +1,6 @@
 """How things are measured: real programs in processes of their own, sides taken in turn, medians."""
 
+import json
 import os
 import platform
 import re
@@ -7,6 +8,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +20,8 @@ import torch
 from project.run.summary import versions
 
 ROOT = Path(__file__).resolve().parents[2]
+SPEED = r"^epoch \d+/.* ([\d,]+) images/s$"  # of an epoch's line; the closing lines have one of the whole run
+MILLISECONDS = r"([\d.]+) ms/step"
 
 
 @dataclass
@@ -83,7 +87,7 @@ def run(*command: object, threads: int | None = None, watch: Callable[[int], Non
 
     Args:
         command: The program and its arguments.
-        threads: OMP_NUM_THREADS; None for one for each core.
+        threads: OMP_NUM_THREADS; None to leave it to the program.
         watch: Called once a second with the process's id, which is also its session's.
         variables: More environment variables.
 
@@ -92,7 +96,7 @@ def run(*command: object, threads: int | None = None, watch: Callable[[int], Non
     """
     left_by_launchers = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "OMP_NUM")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(left_by_launchers)}
-    environment |= {"OMP_NUM_THREADS": str(threads or os.cpu_count()), **variables}
+    environment |= variables | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
     process = subprocess.Popen(
         list(map(str, command)),
         cwd=ROOT,
@@ -124,9 +128,37 @@ def python(*command: object, **how: Any) -> str:
     return run(sys.executable, *command, **how)
 
 
+def train(*flags: object, config: str = "", **how: Any) -> tuple[str, dict[str, Any]]:
+    """Run scripts/train.py.
+
+    Args:
+        flags: Of the command line; with `--data.source` among them.
+        config: A file of configs/; it stands before the flags, which would otherwise give way to it.
+        how: As for `run`.
+
+    Returns:
+        What it printed, and its summary.
+    """
+    first = ["--config", ROOT / "configs" / config] if config else []
+    with tempfile.TemporaryDirectory() as logs:
+        output = python(ROOT / "scripts" / "train.py", *first, "--log_dir", logs, *flags, **how)
+        summary = json.loads(next(Path(logs).glob("*/*/summary.json")).read_text())
+    assert summary["dataset"] in map(str, flags), f"{summary['dataset']} was not asked for"
+    return output, summary
+
+
+def training_speed(*flags: object, **how: Any) -> float:
+    """Return images per second in training, the median over the epochs but the first, of synthetic images on the CPU.
+
+    The time is that of the epochs whole, validations left out: with metrics, TensorBoard and checkpoints.
+    """
+    where = ["--data.source", "synthetic", "--accelerator", "cpu", "--trainer.limit_test_batches", 1]
+    return statistics.median(figures(SPEED, train(*flags, *where, **how)[0]))
+
+
 def figures(pattern: str, output: str) -> list[float]:
     """Return the numbers that a pattern's group finds, without the first: the first epoch warms up."""
-    found = [float(text.replace(",", "")) for text in re.findall(pattern, output)]
+    found = [float(text.replace(",", "")) for text in re.findall(pattern, output, re.MULTILINE)]
     if len(found) < 2:
         sys.exit(f"found no {pattern} in:\n{output[-3000:]}")
     return found[1:]
