@@ -5,6 +5,9 @@ import ctypes
 # Of mallopt(3), in glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 BYTES_TO_KEEP = 2**31 - 1  # at the end of the heap; the most that a C int can say
+# Weights from here on are left to the C library's own way: the holes they leave in the heap cost more than time. With the
+# articles' network (2.4 GB) two processes took 22.0 GiB instead of 18.4.
+BYTES_OF_A_LARGE_NETWORK = 2**30
 
 
 def keep_freed_memory() -> bool:
