@@ -88,6 +88,7 @@ def test_reading_a_blank_does_not_change_the_images() -> None:
 @pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
 def test_workers_outlive_sigterm_from_elsewhere_and_end_with_their_parent(start: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # their threads would take the signals
     command = [sys.executable, str(ROOT / "tests/workers.py"), start]
     with subprocess.Popen(command, env=environment, stdin=PIPE, stdout=PIPE, text=True) as parent:
         try:

@@ -143,7 +143,8 @@ class EvaluationSampler(DistributedSampler[BatchIndex]):
 def leave_signals_to_the_parent(worker: int) -> None:
     """Have a worker end when its parent says so, and not by what is sent to the whole process group or job.
 
-    A worker that ignored SIGTERM altogether would be waited for forever by a parent that ends with its loader alive.
+    A worker that ignored SIGTERM altogether would be waited for forever by a parent that ends with its loader alive. In a
+    worker that was spawned, not forked, a thread that a library has started on import may still take the signal and end it.
     """
     if not hasattr(signal, "sigwaitinfo"):  # macOS, which does not tell who sent it
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -169,15 +170,7 @@ class BatchLoader(DataLoader[tuple[Tensor, Tensor]]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the batches."""
-        held = self.num_workers > 0 and hasattr(signal, "sigwaitinfo")
-        if held:  # workers inherit it, with all threads that the libraries they import will start
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-        try:
-            iterator = super().__iter__()
-        finally:
-            if held:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        yield from iterator
+        yield from super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: what comes next follows from the trainer's progress. Lightning asks for this."""
