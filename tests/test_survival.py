@@ -247,7 +247,7 @@ def test_kill_9_of_any_process_ends_all_within_30_seconds(victim: str, tmp_path:
         assert command.wait(30) == (137 if victim == "the parent" else 1)
         assert time.monotonic() - before < 30
         if victim == "the parent":
-            assert "the process that started this rank is gone" in command.output  # gloo may have a word after it
+            assert "the process that started this rank is gone" in command.output.splitlines()[-1]
         else:
             assert f"{victim} was ended by SIGKILL" in command.output.splitlines()[-1]
     assert len(EventAccumulator(str(tmp_path / RUN)).Reload().Scalars("train/loss")) > 84
