@@ -3,6 +3,8 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.conftest import ROOT, python, train
+from tests.conftest import ROOT, clean_environment, python, train
 from tests.survival import (
     FLAGS,
     RUN,
@@ -251,3 +253,32 @@ def test_kill_9_of_any_process_ends_all_within_30_seconds(victim: str, tmp_path:
         else:
             assert f"{victim} was ended by SIGKILL" in command.output.splitlines()[-1]
     assert len(EventAccumulator(str(tmp_path / RUN)).Reload().Scalars("train/loss")) > 84
+
+
+def test_when_the_launcher_is_gone_rank_0_says_so_before_the_others_leave(tmp_path: Path) -> None:
+    """A rank that left first would end rank 0 by a broken collective, silently."""
+    said = tmp_path / "stderr"
+    command = [sys.executable, str(ROOT / "tests" / "programs" / "orphans.py")]
+    with said.open("w") as errors:
+        launcher = subprocess.Popen(
+            command, env=clean_environment(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+    with launcher:
+        assert launcher.stdout is not None
+        processes = dict(map(int, launcher.stdout.readline().split()) for _ in range(2))
+    ended: dict[int, float] = {}
+
+    def look() -> bool:
+        ended.update({r: time.monotonic() for r, pid in processes.items() if r not in ended and not runs(pid)})
+        return len(ended) == 2
+
+    wait_for(look, 20)
+    assert ended[1] - ended[0] > 0.4
+    assert said.read_text() == "error: the process that started this rank is gone\n"
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

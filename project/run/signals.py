@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 SECONDS_TO_SAVE = 20  # from the signal until a rank leaves, saved or not
+SECONDS_BEHIND_RANK_0 = 1  # it looks every 0.2 s whether its launcher is there
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "SIGINT (Ctrl-C)"}
 
 
@@ -166,6 +167,8 @@ class StopSignal:
                         self._interrupts += signum == signal.SIGINT
                         self._request(signum)
             if self._launcher and os.getppid() != self._launcher:
+                if self._rank:
+                    time.sleep(SECONDS_BEHIND_RANK_0)  # its leaving breaks rank 0's collective, which ends that wordless
                 self._leave(1, "the process that started this rank is gone")
             if self._interrupts > 1:
                 self._leave(130, "stopped at once, by a second Ctrl-C")
