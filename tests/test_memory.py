@@ -14,7 +14,8 @@ import resource, sys
 import torch
 from project.run.memory import keep_freed_memory
 if sys.argv[1] == "kept":
-    assert keep_freed_memory()
+    assert not keep_freed_memory(2**30)
+    assert keep_freed_memory(2**20)
 for _ in range(4):
     torch.ones(2**25)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

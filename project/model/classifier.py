@@ -162,7 +162,7 @@ class Classifier(LightningModule):
         self._restored = {}
         for metric in (*self.val_metrics.values(), *self.test_metrics.values(), self.test_class_accuracy):
             metric.reset()
-        if stage == "fit" and hasattr(self.network, "look_at"):
+        if stage == "fit" and self.trainer.ckpt_path is None and hasattr(self.network, "look_at"):
             data, network = getattr(self.trainer, "datamodule", None), type(self.network).__name__
             if not hasattr(data, "some_training_images"):
                 raise UsageError(

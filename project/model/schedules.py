@@ -10,8 +10,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from project.errors import UsageError
 
 
-class LinearDecay(LRScheduler):
-    """Fall from the optimizer's learning rates to nothing along a straight line over the whole run.
+class OverTheRun(LRScheduler):
+    """A schedule over the whole run, a function of the share of its optimizer steps that is done.
+
+    `Classifier` fills in `total_steps` before training, so that `--max_epochs` alone sets the length (the schedules of
+    torch.optim want it spelt out).
 
     Args:
         optimizer: The optimizer.
@@ -29,25 +32,44 @@ class LinearDecay(LRScheduler):
         Raises:
             UsageError: That one spans another number of steps.
         """
-        refuse_other_length(state_dict["total_steps"], self.total_steps)
+        steps = state_dict["total_steps"]
+        if self.total_steps and self.total_steps != steps:
+            raise UsageError(
+                f"--max_epochs: the checkpoint's learning rate falls over {steps} optimizer steps, this command's over"
+                f" {self.total_steps}; give it the same length, or start a new run without --resume"
+                " (one that is to be made longer later wants a schedule without an end, as --lr_scheduler null)"
+            )
         super().load_state_dict(state_dict)
 
-    def factor(self, step: int) -> float:
-        """Return the learning rate of an optimizer step, counted from 0, as a fraction of the first one's."""
-        return 1.0 - min(step / self.total_steps, 1.0) if self.total_steps else 1.0
+    def factor(self, done: float) -> float:
+        """Return the learning rate as a fraction of the optimizer's, where a share of the steps is done, 0 to 1."""
+        raise NotImplementedError
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the learning rate of each parameter group for the coming step."""
-        factor = self.factor(self.last_epoch)
+        factor = self.factor(min(self.last_epoch / self.total_steps, 1.0) if self.total_steps else 0.0)
         return [rate * factor for rate in self.base_lrs]
 
 
-class OneCycle(LRScheduler):
+class LinearDecay(OverTheRun):
+    """Fall from the optimizer's learning rates to nothing along a straight line over the whole run.
+
+    Args:
+        optimizer: The optimizer.
+        total_steps: Optimizer steps of the whole run; None until the trainer knows it.
+        last_epoch: As in every PyTorch schedule; counts optimizer steps here.
+    """
+
+    def factor(self, done: float) -> float:
+        """Return the learning rate as a fraction of the first step's."""
+        return 1.0 - done
+
+
+class OneCycle(OverTheRun):
     """Rise from a fraction of the optimizer's learning rate to all of it, then fall to nearly nothing; both as a cosine.
 
-    The optimizer's `lr` is the peak. The length is the run's number of optimizer steps: `Classifier` fills in
-    `total_steps` before training, so that `--max_epochs` alone sets it (`torch.optim.lr_scheduler.OneCycleLR` wants it
-    spelt out, and overrides the optimizer's lr). Source: Smith and Topin, 2018, arXiv:1708.07120.
+    The optimizer's `lr` is the peak (`torch.optim.lr_scheduler.OneCycleLR` overrides it). Source: Smith and Topin, 2018,
+    arXiv:1708.07120.
 
     Args:
         optimizer: The optimizer, its `lr` the peak.
@@ -72,44 +94,14 @@ class OneCycle(LRScheduler):
         self.warmup = warmup
         self.start = start
         self.end = end
-        self.total_steps = total_steps
-        super().__init__(optimizer, last_epoch)
+        super().__init__(optimizer, total_steps, last_epoch)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a checkpoint's schedule stopped.
-
-        Raises:
-            UsageError: That one spans another number of steps.
-        """
-        refuse_other_length(state_dict["total_steps"], self.total_steps)
-        super().load_state_dict(state_dict)
-
-    def factor(self, step: int) -> float:
-        """Return the learning rate of an optimizer step, counted from 0, as a fraction of the peak."""
-        done = min(step / self.total_steps, 1.0) if self.total_steps else 0.0
+    def factor(self, done: float) -> float:
+        """Return the learning rate as a fraction of the peak."""
         if done < self.warmup:
             return _cosine(self.start, 1.0, done / self.warmup)
         return _cosine(1.0, self.end, (done - self.warmup) / (1.0 - self.warmup))
 
-    def get_lr(self) -> list[float | Tensor]:
-        """Return the learning rate of each parameter group for the coming step."""
-        factor = self.factor(self.last_epoch)
-        return [peak * factor for peak in self.base_lrs]
-
 
 def _cosine(first: float, last: float, done: float) -> float:
     return last + (first - last) * (1.0 + math.cos(math.pi * done)) / 2.0
-
-
-def refuse_other_length(before: int, now: int | None) -> None:
-    """Refuse to continue a schedule over another number of optimizer steps.
-
-    Raises:
-        UsageError: The lengths differ.
-    """
-    if now and now != before:
-        raise UsageError(
-            f"--max_epochs: the checkpoint's learning rate falls over {before} optimizer steps, this command's over"
-            f" {now}; give it the same length, or start a new run without --resume"
-            " (one that is to be made longer later wants a schedule without an end, as --lr_scheduler null)"
-        )

@@ -29,7 +29,7 @@ from project.run.checkpoints import RunCheckpoints
 from project.run.checks import Hardware, check_hardware, nearest
 from project.run.exit import LAUNCHED_BY_US
 from project.run.launch import launch, launched_from_outside, meet_again
-from project.run.memory import BYTES_OF_A_LARGE_NETWORK, keep_freed_memory
+from project.run.memory import keep_freed_memory
 from project.run.notices import Notices
 from project.run.outputs import RunDirectory, RunLogger, SaveConfig, expanded, newest_run, restarted_job
 from project.run.plan import ShowShapes, blank_batch, lacking, plan
@@ -277,11 +277,11 @@ class TrainCLI(LightningCLI):
             if batch_size > 0 and batch_size % hardware.world_size:
                 raise UsageError(uneven_batch(batch_size, hardware.world_size))
             self.hardware = hardware
+            if not hardware.on_gpu and self.config.compile and not self.config.explain:
+                _check_compiler()
             if self._launches and by_name and hardware.is_launched and not self.config.explain:
                 more = [f"--resume={self.continuation.run}"] if self.continuation.run else []
                 sys.exit(launch(len(hardware.devices), hardware.num_nodes, more))
-            if not hardware.on_gpu and self.config.compile and not self.config.explain:
-                _check_compiler()
 
     def instantiate_classes(self) -> None:
         """Build everything; a value that a constructor refuses is the user's to mend."""
@@ -291,10 +291,8 @@ class TrainCLI(LightningCLI):
             raise
         except ValueError as error:
             raise UsageError(" ".join(str(error).split())) from error
-        on_cpu = self.hardware is not None and not self.hardware.on_gpu
-        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        if on_cpu and self._is_command and weights < BYTES_OF_A_LARGE_NETWORK:
-            keep_freed_memory()
+        if self.hardware is not None and not self.hardware.on_gpu and self._is_command:
+            keep_freed_memory(sum(p.numel() * p.element_size() for p in self.model.parameters()))
         if self.config.compile and not self.config.explain:
             getattr(self.model, "network", self.model).compile()  # in place: no name in the state_dict changes
 

@@ -21,6 +21,8 @@ from project.run.summary import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEED = r"^epoch \d+/.* ([\d,]+) images/s$"  # of an epoch's line; the closing lines have one of the whole run
+SYNTHETIC_TRAINING_IMAGES = 5400  # of 6,000; a tenth is for validation
+DEFAULT_CHANNELS = [16, 16, 32, 32, 64, 64]
 MILLISECONDS = r"([\d.]+) ms/step"
 
 

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.measure import (
+    DEFAULT_CHANNELS,
     MILLISECONDS,
     ROOT,
     SPEED,
+    SYNTHETIC_TRAINING_IMAGES,
     Row,
     Settings,
     alternate,
@@ -25,8 +27,6 @@ from benchmarks.measure import (
 )
 
 TRAIN, MANUAL = ROOT / "scripts" / "train.py", ROOT / "scripts" / "manual"
-SYNTHETIC_TRAINING_IMAGES = 5400  # of 6,000; a tenth is for validation
-DEFAULT_CHANNELS = [16, 16, 32, 32, 64, 64]
 
 
 # ---- scaling

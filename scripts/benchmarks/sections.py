@@ -12,9 +12,11 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.measure import (
+    DEFAULT_CHANNELS,
     MILLISECONDS,
     ROOT,
     SPEED,
+    SYNTHETIC_TRAINING_IMAGES,
     Row,
     Settings,
     alternate,
@@ -30,8 +32,7 @@ from project.data.datamodule import ImageDataModule
 
 MANUAL, BENCHMARKS = ROOT / "scripts" / "manual", ROOT / "scripts" / "benchmarks"
 PLAIN_SPEED, STEP_SPEED = BENCHMARKS / "plain_speed.py", r"([\d,]+) images/s"
-SYNTHETIC_TRAINING_IMAGES = 5400  # of 6,000; a tenth is for validation
-DEFAULT_SIZE = {"channels": [16, 16, 32, 32, 64, 64], "hidden": 128}
+DEFAULT_SIZE = {"channels": DEFAULT_CHANNELS, "hidden": 128}
 TINY_SIZE = {"channels": [1, 1, 1, 1, 1, 1], "hidden": 1}
 
 
