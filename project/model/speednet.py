@@ -149,7 +149,7 @@ class _FastWeightGradient(torch.autograd.Function):
         padded = functional.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))  # (B, H + 2, W + 2, C)
         step = padded.stride()
         patches = padded.as_strided((len(x), height, width, 3, 3 * before), (*step[:3], step[1], 1)).reshape(-1, 9 * before)
-        of_weight = gradient.permute(0, 2, 3, 1).reshape(-1, after).T @ patches
+        of_weight = gradient.permute(0, 2, 3, 1).reshape(-1, after).T.contiguous() @ patches  # a tenth faster laid out anew
         of_x = torch.ops.aten.convolution_backward(
             gradient, x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, False, False]
         )[0]
