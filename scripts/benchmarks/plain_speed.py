@@ -1,7 +1,8 @@
-"""The training step of the published record (airbench94_muon) in plain PyTorch, for comparison with configs/speed.yaml.
+"""The work of the published record (airbench94_muon) in plain PyTorch, for comparison with configs/speed.yaml.
 
 The whole network in bfloat16, 2,000 images a step, torch's own convolutions and memory; no compilation, as there is on a
-GPU. Written anew from its description; the batch is there already, so that loading and augmentation cost it nothing.
+GPU. Written anew from its description; the images are there already, so that whitening, loading and augmentation cost it
+nothing. It trains nothing: it says how long 200 such steps and six views of 10,000 test images take.
 """
 
 import argparse
@@ -51,3 +52,9 @@ if __name__ == "__main__":
         cross_entropy(network(images) / 256, labels, label_smoothing=0.2).backward()
         optimizer.step()
         print(f"step {number}: {2000 / (time.perf_counter() - start):,.0f} images/s", flush=True)
+    network.eval()
+    with torch.no_grad():
+        for number in range(1 + flags.steps):
+            start = time.perf_counter()
+            network(images)
+            print(f"view {number}: {2000 / (time.perf_counter() - start):,.0f} images/s", flush=True)
