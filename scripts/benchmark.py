@@ -14,6 +14,7 @@ gpu, where there is one.
 import argparse
 import json
 import sys
+from datetime import datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the `project` beside this script, whatever is installed
@@ -30,10 +31,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=names, metavar="SECTION", help=f"of {', '.join(names)}")
     parser.add_argument("--quick", action="store_true", help="one short sample of everything")
     parser.add_argument("--repeats", type=int, default=5, help="samples of every side (5)")
-    parser.add_argument("--root", type=Path, help="CIFAR-10 as train/<class>/*, test/<class>/*, for accuracy and size")
+    parser.add_argument("--root", type=Path, help="CIFAR-10 as train/<class>/*, test/<class>/*, for accuracy, size and gpu")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the accuracy section (0 1 2)")
     parser.add_argument("--devices", type=int, default=1, help="processes of the accuracy section (1)")
-    parser.add_argument("--json", type=Path, default=Path("logs/benchmark.json"), help="where the figures go")
+    parser.add_argument("--json", type=Path, help="where the figures go (logs/benchmark-<time>.json)")
     flags = parser.parse_args()
     if flags.repeats < 1 or flags.devices < 1:
         parser.error("--repeats and --devices must be at least 1")
@@ -45,15 +46,17 @@ def main() -> None:
     root = flags.root and flags.root.resolve()  # the programs run in the project's folder
     settings = Settings(flags.quick, 1 if flags.quick else flags.repeats, root, flags.seeds, flags.devices)
 
+    file = flags.json or Path(f"logs/benchmark-{datetime.now():%Y%m%d-%H%M%S}.json")
     about = machine()
+    asked = {"command": sys.argv[1:], "quick": settings.quick, "repeats": settings.repeats}
     print("  ".join(f"{name} {value}" for name, value in about.items()), flush=True)
     rows = []
     for name in chosen:
         rows += sections.ALL[name](settings)
-        flags.json.parent.mkdir(parents=True, exist_ok=True)  # after every section: a long run keeps what it has
-        flags.json.write_text(json.dumps({"machine": about, "rows": [row.as_dict() for row in rows]}, indent=1))
+        file.parent.mkdir(parents=True, exist_ok=True)  # after every section: a long run keeps what it has
+        file.write_text(json.dumps({**asked, "machine": about, "rows": [row.as_dict() for row in rows]}, indent=1))
     print(table(rows))
-    print(f"saved {flags.json}" + ("; measured with --quick: the figures mean little" if flags.quick else ""))
+    print(f"saved {file}" + ("; measured with --quick: the figures mean little" if flags.quick else ""))
 
 
 if __name__ == "__main__":

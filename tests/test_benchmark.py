@@ -1,10 +1,11 @@
 """The benchmark measures what it says, and refuses what it cannot."""
 
 import json
-import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from scripts.benchmarks.measure import MILLISECONDS, SPEED, Row, alternate, figures, over, table
 from tests.conftest import ROOT, python
@@ -54,20 +55,30 @@ def test_a_mistake_is_named(flags: list[str], words: str) -> None:
 
 
 @pytest.mark.slow
-def test_quick_runs_and_writes_every_sample_with_machine_and_versions(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    result: subprocess.CompletedProcess[str] = python(
-        BENCHMARK, "--quick", "--only", "step", "input", "memory", "recipe", "--json", file, timeout=600
-    )
+def test_quick_runs_every_section_and_writes_every_sample_with_machine_and_versions(tmp_path: Path) -> None:
+    root, file = tmp_path / "images", tmp_path / "figures.json"
+    noise = np.random.default_rng(0)
+    for split, count in (("train", 1300), ("test", 20)):
+        for name in ("one", "other"):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                Image.fromarray(noise.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+    every = ("step", "input", "scaling", "memory", "start", "size", "recipe", "accuracy", "gpu")
+    result = python(BENCHMARK, "--quick", "--only", *every, "--root", root, "--seeds", 0, "--json", file, timeout=900)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     written = json.loads(file.read_text())
+    assert written["quick"] is True
+    assert "--quick" in written["command"]
     assert written["machine"]["cores"] >= 1
     assert written["machine"]["torch"]
     rows = {(row["section"], row["what"]): row for row in written["rows"]}
     assert len(rows) == len(written["rows"])
-    assert {section for section, _ in rows} == {"step", "input", "memory", "recipe"}
+    assert {section for section, _ in rows} == set(every) - {"gpu"}
+    assert "gpu: not measured" in result.stdout
     assert all(value > 0 for row in rows.values() for values in row["samples"].values() for value in values)
     assert set(rows["step", "tiny network"]["samples"]) == {"template", "by hand", "plain Lightning"}
-    shares = rows["memory", "images in memory (PSS, all processes)"]["samples"]
+    assert rows["accuracy", "configs/speed.yaml"]["seeds"] == [0]
+    shares = rows["memory", "images (PSS, all processes)"]["samples"]
     assert 0.5 < shares["1 process"][0] <= 1.01
     assert 0.5 < shares["2 processes"][0] < shares["1 process"][0] + 0.1

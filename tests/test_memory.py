@@ -36,3 +36,11 @@ def test_large_tensors_take_the_pages_of_those_before_them() -> None:
         faults[how] = int(result.stdout)
     assert faults["returned"] > 5 * 2**27 / 2**21  # 128 MiB each; of pages of 2 MiB at the largest
     assert faults["kept"] < 0.25 * faults["returned"]
+
+
+def test_what_the_environment_sets_is_left_as_it_is() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "2"}
+    program = "from project.run.memory import keep_freed_memory; print(keep_freed_memory(2**20))"
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == "False\n"  # whoever sets the allocator up has the last word

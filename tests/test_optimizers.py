@@ -41,6 +41,19 @@ def test_a_convolutions_step_is_orthogonal_from_a_weight_of_one_norm() -> None:
     assert torch.linalg.svdvals(step).max() < 1.3
 
 
+def test_convolutions_have_nesterovs_momentum_before_the_orthogonalisation() -> None:
+    weight, *_ = ours = parameters()
+    optimizer = Muon(ours, lr=0.1, momentum=0.5)
+    expected, velocity = weight.detach().clone(), torch.zeros_like(weight)
+    for seed in range(3):
+        give_gradients(ours, seed)
+        velocity = 0.5 * velocity + weight.grad
+        direction = orthogonalised((weight.grad + 0.5 * velocity).flatten(1), 3).view_as(weight)
+        expected = expected * 8**0.5 / expected.norm() - 0.1 * direction
+        optimizer.step()
+    assert torch.allclose(weight, expected, rtol=1e-12)
+
+
 def test_the_rest_is_torchs_sgd_with_nesterovs_momentum() -> None:
     ours, theirs = parameters(), parameters()
     muon = Muon(ours, head_lr=0.3, bias_lr=0.2, sgd_momentum=0.8, weight_decay=0.01)

@@ -24,7 +24,8 @@ class Muon(Optimizer):
         head_lr: Learning rate of the matrices.
         bias_lr: Learning rate of the vectors.
         sgd_momentum: Of matrices and vectors.
-        weight_decay: Share that each step at the full rate takes away from matrices and vectors.
+        weight_decay: Of matrices and vectors, for each step at the full rate: it adds weight_decay / lr times the parameter
+            to the gradient, so that, through the momentum, a step takes away weight_decay / (1 - sgd_momentum) of it.
         iterations: Newton-Schulz steps of the orthogonalisation.
 
     Raises:

@@ -18,8 +18,8 @@ class SpeedNet(nn.Module):
         widths: Output channels of the three groups.
         num_classes: Number of logits. The command line takes it from the data.
         image_size: Height and width of the images in pixels, at least 9. The command line takes it from the data.
-        unsure_below: At test time, images whose best class has less than this probability are looked at in six views, and
-            the logits averaged; 0 for none, 1 for all.
+        unsure_below: Outside of training (in every validation, test and prediction), images whose best class has less than
+            this probability are looked at in six views, and the logits averaged; 0 for none, 1 for all.
 
     Raises:
         UsageError: A size that cannot work, by name.
@@ -44,6 +44,8 @@ class SpeedNet(nn.Module):
             raise UsageError(f"--model.network.unsure_below {unsure_below} is a probability: give a number from 0 to 1")
         self.unsure_below = unsure_below
         # A patch has 12 values: a filter for each combination of them, and one for its negative.
+        # Its bias stays at its random initial value: training it costs the gradient of the largest images, and a parameter
+        # that is trained for a part of the run only would need a part of its own in ddp.
         self.whiten = nn.Conv2d(3, 24, kernel_size=2).requires_grad_(False)
         self.register_buffer("whitened", torch.tensor(0))  # 1 once it is; weights that are loaded bring it along
         self.groups = nn.Sequential(*(_Group(*ends) for ends in zip((24, *widths), widths, strict=False)))

@@ -1,6 +1,7 @@
 """How this process keeps memory for tensors on the CPU."""
 
 import ctypes
+import os
 
 # Of mallopt(3), in glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
@@ -21,9 +22,9 @@ def keep_freed_memory(bytes_of_weights: int) -> bool:
         bytes_of_weights: Size of the network; a large one is left to the C library's own way.
 
     Returns:
-        Whether it does: glibc's can; others are left as they are.
+        Whether it does: glibc's can; others, and what a MALLOC_ variable of the environment sets, are left as they are.
     """
-    if bytes_of_weights >= BYTES_OF_A_LARGE_NETWORK:
+    if bytes_of_weights >= BYTES_OF_A_LARGE_NETWORK or any(name.startswith("MALLOC_") for name in os.environ):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from project.run.memory import BYTES_TO_KEEP
 from project.run.summary import versions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +25,8 @@ SPEED = r"^epoch \d+/.* ([\d,]+) images/s$"  # of an epoch's line; the closing l
 SYNTHETIC_TRAINING_IMAGES = 5400  # of 6,000; a tenth is for validation
 DEFAULT_CHANNELS = [16, 16, 32, 32, 64, 64]
 MILLISECONDS = r"([\d.]+) ms/step"
+# What train.py asks of the C library (project/run/memory.py), for programs that do not, so that only the loops differ.
+KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(BYTES_TO_KEEP)}
 
 
 @dataclass

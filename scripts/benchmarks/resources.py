@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks.measure import (
     DEFAULT_CHANNELS,
+    KEPT_MEMORY,
     MILLISECONDS,
     ROOT,
     SPEED,
@@ -47,16 +48,18 @@ def scaling(settings: Settings) -> list[Row]:
         with tempfile.TemporaryDirectory() as weights:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
             flags = ["--source", "synthetic", "--epochs", epochs, "--report_every", steps, "--weights", weights]
-            output = run(*torchrun, MANUAL / "ddp.py", *flags, threads=1)
+            output = run(*torchrun, MANUAL / "ddp.py", *flags, threads=1, **KEPT_MEMORY)
             return 64e3 / statistics.median(figures(MILLISECONDS, output))
 
-    alone = {"2 processes, 1 thread": ours(2, 1), "1 process, 1 thread": ours(1, 1), "1 process, 2 threads": ours(1, 2)}
-    alone["2 processes, 1 thread, twice the batch"] = ours(2, 1, batch_size=128)
-    samples = alternate("scaling", alone, settings.repeats)
-    strong = over(samples, "2 processes, 1 thread", "1 process, 1 thread")
-    rows = [Row("scaling", "ddp, default network", "images/s", samples, ("2 processes over 1", strong))]
-    weak = over(samples, "2 processes, 1 thread, twice the batch", "1 process, 1 thread")
-    rows[0].more["twice the batch on 2 processes over 1"] = weak
+    two, one = "2 processes, 1 thread", "1 process, 1 thread"
+    twice = f"{two}, twice the batch"
+    sides = {two: ours(2, 1), twice: ours(2, 1, batch_size=128), one: ours(1, 1), "1 process, 2 threads": ours(1, 2)}
+    samples = alternate("scaling", sides, settings.repeats)
+    weak = {side: samples.pop(side) for side in (twice,)} | {one: samples[one]}
+    rows = [
+        Row("scaling", "ddp, default recipe", "images/s", samples, ("2 processes over 1", over(samples, two, one))),
+        Row("scaling", "ddp, as many images each", "images/s", weak, ("2 processes over 1", over(weak, twice, one))),
+    ]
     samples = alternate(
         "scaling", {"template": ours(2, 1, config="manual.yaml"), "manual/ddp.py": by_hand}, settings.repeats
     )
@@ -69,44 +72,62 @@ def scaling(settings: Settings) -> list[Row]:
 
 def memory(settings: Settings) -> list[Row]:
     """Memory of the processes: the images' pages, and all."""
-    rows, shares = [], {}
-    for processes in (1, 2) if settings.quick else (1, 2, 4):
-        side = f"{processes} process" + ("es" if processes > 1 else "")
-        strategy = ["--strategy", "ddp"] if processes > 1 else []
-        watch = _watched("--data.source", "synthetic", "--devices", processes, "--max_epochs", 3, *strategy)
-        if watch is None:
-            print("memory: not measured, /proc does not tell it here")
-            return []
-        shares[side] = [watch.of_images / watch.size_of_images]
-        largest = watch.largest / 2**20
-        told = f"images {shares[side][0]:.3f} of their size in all, largest process {largest:,.0f} MiB"
-        print(f"memory  {side}: {told}", flush=True)
-        rows.append(Row("memory", f"largest of {side} (PSS)", "MiB", {"template": [largest]}))
-    ratio = ("more with a second process", shares["2 processes"][0] - shares["1 process"][0])
-    return [Row("memory", "images in memory (PSS, all processes)", "of their size", shares, ratio), *rows]
+    counts = (1, 2) if settings.quick else (1, 2, 4)
+    shares: dict[str, list[float]] = {}
+    largest: dict[str, list[float]] = {}
+    train(*_for_memory(1), "--trainer.limit_train_batches", 1)  # the images are made
+    for turn in range(settings.repeats):
+        for processes in counts:
+            side = f"{processes} process" + ("es" if processes > 1 else "")
+            watch = _watched(*_for_memory(processes))
+            if watch is None:
+                print("memory: not measured, /proc does not tell it here")
+                return []
+            shares.setdefault(side, []).append(watch.of_images / watch.size_of_images)
+            largest.setdefault(side, []).append(watch.largest / 2**20)
+            told = f"images {shares[side][-1]:.3f} of their size in all, largest process {largest[side][-1]:,.0f} MiB"
+            print(f"memory  round {turn + 1}/{settings.repeats}  {side}: {told}", flush=True)
+    first, last = next(iter(shares)), list(shares)[-1]
+    more = statistics.median(b - a for a, b in zip(shares[first], shares[last], strict=True)) / (counts[-1] - 1)
+    return [
+        Row("memory", "images (PSS, all processes)", "of their size", shares, ("more with each process", more)),
+        Row("memory", "largest process (PSS)", "MiB", largest),
+    ]
+
+
+def _for_memory(processes: int) -> list[object]:
+    strategy = ["--strategy", "ddp"] if processes > 1 else []
+    return ["--data.source", "synthetic", "--devices", processes, "--max_epochs", 3, "--accelerator", "cpu", *strategy]
 
 
 def _watched(*flags: object) -> "_Memory | None":
     """Watch a run's memory; None where nothing could be seen."""
     watch = _Memory()
-    train(*flags, "--accelerator", "cpu", "--trainer.limit_test_batches", 1, threads=1, watch=watch)
+    train(*flags, "--trainer.limit_test_batches", 1, threads=1, watch=watch)
     return watch if watch.size_of_images else None
 
 
 class _Memory:
-    """Watches a session's processes: the most memory that was theirs, shared pages counted in parts (PSS)."""
+    """Watches a session's processes: the most memory that was theirs, shared pages counted in parts (PSS).
+
+    Attributes:
+        of_images: The images' pages in all processes, bytes.
+        size_of_images: The images' size, bytes.
+        largest: The largest process, bytes.
+        besides: The largest process without the images' pages, bytes.
+    """
 
     def __init__(self) -> None:
-        self.of_images = self.size_of_images = self.largest = 0
+        self.of_images = self.size_of_images = self.largest = self.besides = 0
 
     def __call__(self, session: int) -> None:
-        of_images, largest = 0, 0
+        of_all = 0
         for process in _processes(session):
             try:
                 smaps = (process / "smaps").read_text()
             except OSError:  # it has just ended
                 continue
-            total = 0
+            total = of_images = 0
             for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", smaps):
                 share = 1024 * sum(map(int, re.findall(r"^Pss:\s+(\d+)", mapping, re.MULTILINE)))
                 total += share
@@ -115,8 +136,9 @@ class _Memory:
                     of_images += share
                     start, end = (int(text, 16) for text in first.split()[0].split("-"))
                     self.size_of_images = max(self.size_of_images, end - start)
-            largest = max(largest, total)
-        self.of_images, self.largest = max(self.of_images, of_images), max(self.largest, largest)
+            of_all += of_images
+            self.largest, self.besides = max(self.largest, total), max(self.besides, total - of_images)
+        self.of_images = max(self.of_images, of_all)
 
 
 def _processes(session: int) -> Iterator[Path]:
@@ -166,30 +188,31 @@ def start(settings: Settings) -> list[Row]:
 
 def size(settings: Settings) -> list[Row]:
     """Seconds an epoch over more images, and over a wider network; and memory over more images."""
-    repeats, rows = min(settings.repeats, 3), []
+    rows = []
     if settings.root is not None:
         of = {"10,000 images": 0.8, "20,000 images": 0.6, "40,000 images": 0.2}  # the share kept from 50,000 for validation
         flags: list[object] = ["--data.source", "folder", "--data.root", settings.root, "--accelerator", "cpu"]
         flags += ["--max_epochs", 2 if settings.quick else 3, "--trainer.limit_val_batches", 0]
         flags += ["--trainer.limit_test_batches", 1, "--trainer.log_every_n_steps", 100]
+        besides: dict[str, list[float]] = {name: [] for name in of}
 
-        def epoch(fraction: float) -> Callable[[], float]:
+        def epoch(name: str) -> Callable[[], float]:
             def measure() -> float:
-                output, summary = train(*flags, "--data.val_fraction", fraction)
+                watch = _Memory()
+                output, summary = train(*flags, "--data.val_fraction", of[name], watch=watch)
+                besides[name].append(watch.besides / 2**20)
                 return summary["num_train_images"] / statistics.median(figures(SPEED, output))  # type: ignore[no-any-return]
 
             return measure
 
         one_step = ["--max_epochs", 1, "--trainer.limit_train_batches", 1]
         train(*flags, *one_step)  # decodes the images
-        samples = alternate("size", {name: epoch(fraction) for name, fraction in of.items()}, repeats)
+        samples = alternate("size", {name: epoch(name) for name in of}, settings.repeats)
         ratio = over(samples, "40,000 images", "10,000 images")
         rows.append(Row("size", "an epoch", "s", samples, ("40,000 over 10,000", ratio)))
-        watched = {name: _watched(*flags, "--data.val_fraction", fraction) for name, fraction in of.items()}
-        largest = {name: [(watch.largest - watch.of_images) / 2**20] for name, watch in watched.items() if watch}
-        if largest:
-            growth = over(largest, "40,000 images", "10,000 images")
-            rows.append(Row("size", "memory beside the images (PSS)", "MiB", largest, ("40,000 over 10,000", growth)))
+        if min(map(min, besides.values())) > 0:
+            growth = over(besides, "40,000 images", "10,000 images")
+            rows.append(Row("size", "memory beside the images (PSS)", "MiB", besides, ("40,000 over 10,000", growth)))
     else:
         print("size: without --root (real CIFAR-10) the number of images stays as it is")
 
@@ -198,6 +221,6 @@ def size(settings: Settings) -> list[Row]:
         flags = ["--model.network.channels", channels, "--max_epochs", 3, "--trainer.limit_train_batches", 20]
         return lambda: SYNTHETIC_TRAINING_IMAGES / training_speed(*flags)
 
-    samples = alternate("size", {f"width x{factor}": wide(factor) for factor in (1, 2, 4)}, repeats)
+    samples = alternate("size", {f"width x{factor}": wide(factor) for factor in (1, 2, 4)}, settings.repeats)
     ratio = over(samples, "width x4", "width x1")
-    return [*rows, Row("size", "an epoch of 5,400 images", "s", samples, ("x4 over x1", ratio))]
+    return [*rows, Row("size", "5,400 images, by 20 steps' speed", "s", samples, ("x4 over x1", ratio))]
