@@ -1,9 +1,9 @@
 """Measure what the README claims about speed: every side in the same run, alternating, medians.
 
-    python scripts/benchmark.py                               all sections but accuracy; about 25 minutes on two cores
+    python scripts/benchmark.py                               all sections but accuracy; more than an hour on two cores
     python scripts/benchmark.py --only step input             some of them
     python scripts/benchmark.py --only accuracy --root data/cifar10-png --seeds 0 1 2
-    python scripts/benchmark.py --quick                       whether it all runs, in two minutes; the figures mean little
+    python scripts/benchmark.py --quick                       whether it all runs, in some minutes; the figures mean little
 
 Sections: step, what the template adds to a training step; input, images per second into the network; scaling, ddp on one
 and two processes; memory, whether processes share the images; start, from the command to the first step; size, what more

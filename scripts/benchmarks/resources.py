@@ -75,11 +75,11 @@ def memory(settings: Settings) -> list[Row]:
     counts = (1, 2) if settings.quick else (1, 2, 4)
     shares: dict[str, list[float]] = {}
     largest: dict[str, list[float]] = {}
-    train(*_for_memory(1), "--trainer.limit_train_batches", 1)  # the images are made
+    train(*_for_memory(1, 1), "--trainer.limit_train_batches", 1)  # the images are made
     for turn in range(settings.repeats):
         for processes in counts:
             side = f"{processes} process" + ("es" if processes > 1 else "")
-            watch = _watched(*_for_memory(processes))
+            watch = _watched(*_for_memory(processes, 1 if settings.quick else 3))
             if watch is None:
                 print("memory: not measured, /proc does not tell it here")
                 return []
@@ -95,9 +95,9 @@ def memory(settings: Settings) -> list[Row]:
     ]
 
 
-def _for_memory(processes: int) -> list[object]:
+def _for_memory(processes: int, epochs: int) -> list[object]:
     strategy = ["--strategy", "ddp"] if processes > 1 else []
-    return ["--data.source", "synthetic", "--devices", processes, "--max_epochs", 3, "--accelerator", "cpu", *strategy]
+    return ["--data.source", "synthetic", "--devices", processes, "--max_epochs", epochs, "--accelerator", "cpu", *strategy]
 
 
 def _watched(*flags: object) -> "_Memory | None":
