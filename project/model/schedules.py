@@ -1,6 +1,7 @@
 """Learning-rate schedules that span the whole run, however long the flags make it."""
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from project.errors import UsageError
 
 
-class OverTheRun(LRScheduler):
+class OverTheRun(LRScheduler, ABC):
     """A schedule over the whole run, a function of the share of its optimizer steps that is done.
 
     `Classifier` fills in `total_steps` before training, so that `--max_epochs` alone sets the length (the schedules of
@@ -41,9 +42,9 @@ class OverTheRun(LRScheduler):
             )
         super().load_state_dict(state_dict)
 
+    @abstractmethod
     def factor(self, done: float) -> float:
         """Return the learning rate as a fraction of the optimizer's, where a share of the steps is done, 0 to 1."""
-        raise NotImplementedError
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the learning rate of each parameter group for the coming step."""
