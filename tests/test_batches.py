@@ -1,9 +1,11 @@
 """What each rank sees: the same images in the same global batches, whatever the number of ranks."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from subprocess import PIPE
 
@@ -104,3 +106,23 @@ def test_workers_outlive_sigterm_from_elsewhere_and_end_with_their_parent(start:
             assert parent.returncode == 0
         finally:
             parent.kill()
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])  # torch's own watch over its workers knows no forkserver
+def test_a_worker_whose_parent_was_killed_has_nothing_to_say(start: str) -> None:
+    """Else its traceback would stand below what the parent's launcher, or rank 0, has said last."""
+    command = [sys.executable, str(ROOT / "tests/workers.py"), start, "dies"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, check=False, env=environment, stderr=PIPE, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "Error" not in result.stderr
+
+
+def test_a_worker_is_told_its_batch_without_a_connection_to_its_parent() -> None:
+    """torch hands tensors over by a connection of their own, which breaks, with a traceback, where the parent is killed."""
+    index = BatchIndex(3, torch.arange(5))
+    sent = pickle.loads(ForkingPickler.dumps(index))
+    assert b"rebuild_storage" not in bytes(ForkingPickler.dumps(index))
+    assert isinstance(sent, BatchIndex)
+    assert sent.epoch == 3
+    assert torch.equal(sent.positions, index.positions)

@@ -3,10 +3,14 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -24,6 +28,14 @@ class BatchIndex(NamedTuple):
 
     epoch: int
     positions: Tensor  # int64 (B,)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel to a worker as plain bytes. Of a tensor torch sends a handle, for which the worker has to ask back."""
+        return _batch_index, (self.epoch, self.positions.numpy())
+
+
+def _batch_index(epoch: int, positions: np.ndarray) -> BatchIndex:
+    return BatchIndex(epoch, torch.from_numpy(positions))
 
 
 class ImageBatches(Dataset[tuple[Tensor, Tensor]]):
@@ -140,12 +152,13 @@ class EvaluationSampler(DistributedSampler[BatchIndex]):
             yield BatchIndex(0, batch)
 
 
-def leave_signals_to_the_parent(worker: int) -> None:
-    """Have a worker end when its parent says so, and not by what is sent to the whole process group or job.
+def follow_the_parent(worker: int) -> None:
+    """Have a worker end when its parent says so, not by what is sent to the whole process group or job, and silently.
 
     A worker that ignored SIGTERM altogether would be waited for forever by a parent that ends with its loader alive. In a
     worker that was spawned, not forked, a thread that a library has started on import may still take the signal and end it.
     """
+    _say_nothing_of_a_lost_parent()
     if not hasattr(signal, "sigwaitinfo"):  # macOS, which does not tell who sent it
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return
@@ -159,6 +172,24 @@ def leave_signals_to_the_parent(worker: int) -> None:
         os._exit(0)
 
     threading.Thread(target=listen, daemon=True, name="signals").start()
+
+
+def _say_nothing_of_a_lost_parent() -> None:
+    """Leave the last word to whoever knows why the parent ended: a launcher, or rank 0.
+
+    The thread by which a worker hands its memory over prints a traceback where the parent ends while it asks.
+    """
+    parent, show = os.getppid(), sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        end = time.monotonic() + 5  # a process closes its connections some time before it is gone
+        while issubclass(kind, EOFError | ConnectionError) and time.monotonic() < end:
+            if os.getppid() != parent:
+                return
+            time.sleep(0.02)
+        show(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 class BatchLoader(DataLoader[tuple[Tensor, Tensor]]):

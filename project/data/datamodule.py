@@ -16,7 +16,7 @@ from project.data.batches import (
     EvaluationSampler,
     GlobalBatchSampler,
     ImageBatches,
-    leave_signals_to_the_parent,
+    follow_the_parent,
 )
 from project.data.cache import ImageCache, Manifest
 from project.data.folder import FolderSource
@@ -322,7 +322,7 @@ class ImageDataModule(LightningDataModule):
             batch_size=None,  # the sampler yields whole batches
             sampler=sampler,
             num_workers=self.num_workers,
-            worker_init_fn=leave_signals_to_the_parent,
+            worker_init_fn=follow_the_parent,
             persistent_workers=self.num_workers > 0,
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
         )
