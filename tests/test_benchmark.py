@@ -1,13 +1,20 @@
 """The benchmark measures what it says, and refuses what it cannot."""
 
 import json
+import os
+import statistics
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from scripts.benchmarks.measure import MILLISECONDS, SPEED, Row, alternate, figures, over, table
+# As scripts/benchmark.py names them, whose folder is in its path.
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+from benchmarks.measure import MILLISECONDS, SPEED, Row, alternate, figures, over, table
+from benchmarks.turns import Program, take_turns
+
 from tests.conftest import ROOT, python
 
 BENCHMARK = ROOT / "scripts" / "benchmark.py"
@@ -37,6 +44,36 @@ def test_the_table_names_sections_sides_and_ratios() -> None:
     samples = {"template": [1.0, 3.0, 2.0], "by hand": [1.0, 1.0, 1.0]}
     last = table([Row("step", "tiny network", "µs", samples, ("ratio", 2))]).splitlines()[1]
     assert " ".join(last.split()) == "step tiny network template 2 by hand 1 µs 3 ratio 2"
+
+
+WORKS = """
+import sys, time
+for epoch in range(int(sys.argv[1])):
+    began, worked = time.perf_counter(), time.process_time()
+    while time.process_time() - worked < float(sys.argv[2]):
+        pass
+    print(f"epoch {epoch} {(time.perf_counter() - began) / (time.process_time() - worked):.4f} of its own time", flush=True)
+"""
+
+
+def test_programs_take_turns_by_clocks_that_stand_still(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two at once, and one twice as long as the other: by a clock that went on it would take some three times its time."""
+    (tmp_path / "works.py").write_text(WORKS)
+    sides = {str(t): Program([tmp_path / "works.py", 9, t], r"^epoch \d+ ([\d.]+) of") for t in (0.4, 0.8)}
+    samples = take_turns("section", sides, epochs=2, starts=2)
+    assert [len(values) for values in samples.values()] == [4, 4]
+    assert all(0.99 < statistics.median(values) < 1.5 for values in samples.values())
+    assert capsys.readouterr().out.count("section  start") == 4
+
+
+def test_a_program_that_ends_too_soon_ends_the_benchmark_with_its_words(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("1 / 0")
+    (tmp_path / "works.py").write_text(f"import os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())){WORKS}")
+    good = Program([tmp_path / "works.py", 9, 0.2], r"^epoch \d+ ([\d.]+) of")
+    with pytest.raises(SystemExit, match="ZeroDivisionError"):
+        take_turns("section", {"good": good, "bad": Program([tmp_path / "fails.py"], "epoch")}, epochs=1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 @pytest.mark.parametrize(

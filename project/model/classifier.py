@@ -27,6 +27,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -34,7 +35,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -47,6 +48,8 @@ from project.model.schedules import OneCycle
 
 # Attributes of Classifier that change in every step, "_current_fx_name" by Lightning, around every hook.
 PLAIN_ATTRIBUTES = frozenset({"_current_fx_name", "_window", "_window_parts", "_learning_rate", "_loss", "_first_bad"})
+
+STEPS_TO_COUNT = 16  # after so many the correct images are counted; in every step it would take as long as the rest of them
 
 
 class Classifier(LightningModule):
@@ -103,9 +106,11 @@ class Classifier(LightningModule):
         )
         self._window: Tensor | None = None  # [summed loss, correct, images] since the last written point, this rank
         self._window_parts: tuple[Tensor, ...] = ()
+        self._uncounted: list[tuple[Tensor, Tensor]] = []  # logits and labels of steps that the window does not count yet
         self._epoch: Tensor | None = None  # the same over the epoch, all ranks
         self._learning_rate = 0.0
         self._loss: Tensor | None = None  # of this batch
+        self._finite_check: tuple[Tensor, Tensor] | None = None  # what `all_finite` needs
         self._first_bad: Tensor | None = None  # on a GPU: the first step that was not finite, -1 for none
         self._seed: int | None = None
         self._own_seed = 0  # of this rank's draws
@@ -173,12 +178,14 @@ class Classifier(LightningModule):
 
     def on_train_start(self) -> None:
         """Say what would make several processes compute something else than one, and begin the sums, or go on with them."""
+        self._remember_hooks()
         self._begin_sums()  # here too: a run that continues inside an epoch has no start of the epoch
         self._seed = int(self._restored.get("seed", torch.initial_seed() if self._seed is None else self._seed))
         self._own_seed = seed_of(self._seed, self.trainer.global_rank, 3)
         if self.device.type in ("cpu", "cuda"):
             self._generators = [torch.default_generator, *torch.cuda.default_generators]  # of CUDA none where not in use
         self._first_bad = torch.tensor(-1, device=self.device)
+        self._finite_check = None
         self._dropouts = [module for module in self.network.modules() if isinstance(module, Dropout)]
         if self._restored:
             windows, rank = self._restored["window"], self.trainer.global_rank
@@ -195,6 +202,14 @@ class Classifier(LightningModule):
                 stacklevel=2,
             )
 
+    def _remember_hooks(self) -> None:
+        """Have Lightning find out once whose hook it calls with a batch, and what is validated, not in every step."""
+        selector = getattr(getattr(self.trainer, "_data_connector", None), "_datahook_selector", None)
+        source = getattr(self.trainer.fit_loop.epoch_loop.val_loop, "_data_source", None)
+        for owner, name in ((selector, "get_instance"), (source, "is_defined")):
+            if hasattr(owner, name) and name not in vars(owner):
+                setattr(owner, name, cache(getattr(owner, name)))
+
     def _begin_sums(self) -> None:
         self._begin_window(torch.zeros(3, device=self.device))
         self._epoch = torch.zeros(3, device=self.device)
@@ -202,6 +217,7 @@ class Classifier(LightningModule):
     def _begin_window(self, window: Tensor) -> None:
         """Begin the sums up to the next written point; the three are parts of one tensor, looked up once."""
         self._window, self._window_parts = window, window.unbind()
+        self._uncounted.clear()
 
     def on_train_epoch_start(self) -> None:
         """Begin the epoch's sums."""
@@ -211,17 +227,26 @@ class Classifier(LightningModule):
         """Return the mean cross-entropy of this rank's share of the global batch."""
         # step 12: forward and loss; Lightning adds zero_grad, backward, with ddp's averaging of gradients, and the step
         images, labels = batch
-        self._seed_step(len(images))
+        size = len(labels)
+        self._seed_step(size)
         logits = self(images)
         loss = functional.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         self._learning_rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-        with torch.no_grad():
-            summed_loss, correct, count = self._window_parts
-            self._loss = loss.detach()
-            summed_loss.add_(self._loss, alpha=len(labels))
-            correct.add_((logits.argmax(dim=1) == labels).sum())
-            count.add_(len(labels))
+        summed_loss, _, count = self._window_parts
+        self._loss = loss.detach()
+        summed_loss.add_(self._loss, alpha=size)
+        count.add_(size)
+        self._uncounted.append((logits.detach(), labels))
+        if len(self._uncounted) == STEPS_TO_COUNT:
+            self._count_correct()
         return loss
+
+    def _count_correct(self) -> None:
+        """Add to the window which images of the last steps were classified correctly."""
+        if self._uncounted:
+            logits, labels = map(torch.cat, zip(*self._uncounted, strict=True))
+            self._window_parts[1].add_((logits.argmax(dim=1) == labels).sum())
+            self._uncounted.clear()
 
     def _seed_step(self, batch_size: int) -> None:
         """Make all that this batch draws at random a function of the seed, the batch's number and the rank."""
@@ -243,27 +268,29 @@ class Classifier(LightningModule):
     ) -> None:
         """Clip the gradients to the trainer's value, or else to the recipe's, unless they are not finite."""
         limit = self.max_grad_norm if gradient_clip_val is None else gradient_clip_val
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not parameters:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not gradients:
             return
         if limit is None or gradient_clip_algorithm == "value":
-            norms = torch._foreach_norm([p.grad for p in parameters])  # get_total_norm takes three times as long
-            norm = torch.linalg.vector_norm(torch.stack(norms))
+            if self._finite_check is None:
+                self._finite_check = torch.zeros((), device=gradients[0].device), torch.ones((), device=gradients[0].device)
+            self._check_finite(gradients, all_finite(gradients, *self._finite_check))
             if limit is not None:
                 self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=gradient_clip_algorithm)
         else:
-            norm = clip_grad_norm_(parameters, limit)
-        self._check_finite(norm)
+            self._check_finite(gradients, clip_grad_norm_(parameters, limit).isfinite())
 
-    def _check_finite(self, norm: Tensor) -> None:
+    def _check_finite(self, gradients: list[Tensor], finite: Tensor) -> None:
         assert self._loss is not None
         assert self._first_bad is not None
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None  # 16-mixed skips such steps by itself
-        if norm.device.type == "cpu":
-            if not (math.isfinite(self._loss) and (scaled or math.isfinite(norm))):
+        if finite.device.type == "cpu":
+            if not (math.isfinite(self._loss) and (scaled or finite)):
+                norm = get_total_norm(gradients)
                 raise self._not_finite(self.trainer.global_step, f"loss {self._loss:g}, norm of the gradients {norm:g}")
         else:
-            finite = self._loss.isfinite() & (norm.isfinite() | scaled)
+            finite = self._loss.isfinite() & (finite | scaled)
             self._first_bad = torch.where(finite | (self._first_bad >= 0), self._first_bad, self.trainer.global_step)
 
     def _check_finite_on_gpu(self) -> None:
@@ -283,6 +310,7 @@ class Classifier(LightningModule):
         """Add the sums of the window and the epoch, and the seed, so that the same figures and draws follow."""
         if self._window is not None and self.trainer.state.fn == "fit":
             self._check_finite_on_gpu()
+            self._count_correct()
             windows = self.trainer.strategy.all_gather(self._window).reshape(-1, 3)
             checkpoint["classifier"] = {"seed": self._seed, "window": windows.cpu(), "epoch": self._epoch.cpu()}  # type: ignore[union-attr]
 
@@ -296,6 +324,7 @@ class Classifier(LightningModule):
             assert self._window is not None
             assert self._epoch is not None
             self._check_finite_on_gpu()
+            self._count_correct()
             total = self.trainer.strategy.reduce(self._window, reduce_op="sum")
             self._epoch += total
             self._begin_window(torch.zeros_like(self._window))
@@ -375,6 +404,24 @@ def span(scheduler: Any, steps: Callable[[], float]) -> None:
         if length == float("inf"):
             raise UsageError("--lr_scheduler needs to know the run's length: give --max_epochs, or --lr_scheduler null")
         scheduler.total_steps = int(length)
+
+
+def all_finite(gradients: list[Tensor], found: Tensor, one: Tensor) -> Tensor:
+    """Return whether all of the gradients are finite, as a tensor, bool (), on their device.
+
+    It asks as torch's GradScaler does, in one pass that writes them back as they were. Of 18 small ones that takes a sixth
+    of the time of their norm, which was a tenth of all that the template added to a step.
+
+    Args:
+        gradients: Of any shapes.
+        found: float32 (), on their device, to be written into.
+        one: float32 (), on their device: 1.
+    """
+    try:
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found.zero_(), one)
+    except RuntimeError:  # complex numbers, or several devices
+        return get_total_norm(gradients).isfinite()
+    return found == 0
 
 
 def is_end_of_epoch(trainer: Trainer) -> bool:

@@ -39,6 +39,16 @@ class Settings:
     seeds: list[int]
     devices: int
 
+    @property
+    def epochs(self) -> int:
+        """Samples from one start of programs that take turns."""
+        return 1 if self.quick else self.repeats
+
+    @property
+    def starts(self) -> int:
+        """How often programs that take turns are started."""
+        return 1 if self.quick else 3
+
 
 @dataclass
 class Row:
@@ -87,6 +97,18 @@ def alternate(section: str, sides: dict[str, Callable[[], float]], repeats: int)
     return samples
 
 
+def clean_environment(threads: int | None = None, **variables: str) -> dict[str, str]:
+    """Return this environment without what launchers leave in it.
+
+    Args:
+        threads: OMP_NUM_THREADS; None to leave it to the program.
+        variables: More environment variables.
+    """
+    left_by_launchers = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "OMP_NUM")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(left_by_launchers)}
+    return environment | variables | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+
+
 def run(*command: object, threads: int | None = None, watch: Callable[[int], None] | None = None, **variables: str) -> str:
     """Run a program from the project's root and return what it printed.
 
@@ -99,13 +121,10 @@ def run(*command: object, threads: int | None = None, watch: Callable[[int], Non
     Raises:
         SystemExit: It failed; with its last words.
     """
-    left_by_launchers = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "OMP_NUM")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(left_by_launchers)}
-    environment |= variables | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
     process = subprocess.Popen(
         list(map(str, command)),
         cwd=ROOT,
-        env=environment,
+        env=clean_environment(threads, **variables),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -3,10 +3,10 @@
 import json
 import re
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.measure import (
@@ -14,18 +14,15 @@ from benchmarks.measure import (
     KEPT_MEMORY,
     MILLISECONDS,
     ROOT,
-    SPEED,
     SYNTHETIC_TRAINING_IMAGES,
     Row,
     Settings,
     alternate,
-    figures,
     over,
     python,
-    run,
     train,
-    training_speed,
 )
+from benchmarks.turns import EPOCHS_BESIDE, Program, take_turns, training
 
 TRAIN, MANUAL = ROOT / "scripts" / "train.py", ROOT / "scripts" / "manual"
 
@@ -35,34 +32,31 @@ TRAIN, MANUAL = ROOT / "scripts" / "train.py", ROOT / "scripts" / "manual"
 
 def scaling(settings: Settings) -> list[Row]:
     """Images per second with ddp."""
-    epochs = 2 if settings.quick else 4
+    epochs, starts = settings.epochs, settings.starts
 
-    def ours(processes: int, threads: int, batch_size: int = 64, config: str = "") -> Callable[[], float]:
-        flags: list[object] = ["--max_epochs", epochs, "--batch_size", batch_size, "--devices", processes]
-        flags += ["--strategy", "ddp"] if processes > 1 else []
-        flags += ["--trainer.callbacks", "null"] if config else []
-        return lambda: training_speed(*flags, threads=threads, config=config)
-
-    def by_hand() -> float:
-        steps = SYNTHETIC_TRAINING_IMAGES // 64
-        with tempfile.TemporaryDirectory() as weights:
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-            flags = ["--source", "synthetic", "--epochs", epochs, "--report_every", steps, "--weights", weights]
-            output = run(*torchrun, MANUAL / "ddp.py", *flags, threads=1, **KEPT_MEMORY)
-            return 64e3 / statistics.median(figures(MILLISECONDS, output))
+    def ours(processes: int, threads: int, *flags: object, config: str = "") -> Program:
+        ddp = ["--strategy", "ddp"] if processes > 1 else []
+        length = ["--max_epochs", epochs + EPOCHS_BESIDE, "--devices", processes]
+        return training(*length, *ddp, *flags, threads=threads, config=config)
 
     two, one = "2 processes, 1 thread", "1 process, 1 thread"
     twice = f"{two}, twice the batch"
-    sides = {two: ours(2, 1), twice: ours(2, 1, batch_size=128), one: ours(1, 1), "1 process, 2 threads": ours(1, 2)}
-    samples = alternate("scaling", sides, settings.repeats)
+    sides = {two: ours(2, 1), twice: ours(2, 1, "--batch_size", 128), one: ours(1, 1), "1 process, 2 threads": ours(1, 2)}
+    samples = take_turns("scaling", sides, epochs, starts)
     weak = {twice: samples.pop(twice), one: samples[one]}
     rows = [
         Row("scaling", "ddp, default recipe", "images/s", samples, ("2 processes over 1", over(samples, two, one))),
         Row("scaling", "ddp, as many images each", "images/s", weak, ("2 processes over 1", over(weak, twice, one))),
     ]
-    samples = alternate(
-        "scaling", {"template": ours(2, 1, config="manual.yaml"), "manual/ddp.py": by_hand}, settings.repeats
-    )
+    if not Path("/proc").exists():
+        print("scaling: not measured against manual/ddp.py; only by /proc can its processes be found and stopped")
+        return rows
+    hand: list[object] = [MANUAL / "ddp.py", "--source", "synthetic", "--epochs", epochs + EPOCHS_BESIDE]
+    hand += ["--report_every", SYNTHETIC_TRAINING_IMAGES // 64, "--weights", "{folder}"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    by_hand = Program(hand, MILLISECONDS, torchrun, 1, convert=lambda ms: 64e3 / ms, variables=KEPT_MEMORY)
+    both = {"template": ours(2, 1, "--trainer.callbacks", "null", config="manual.yaml"), "manual/ddp.py": by_hand}
+    samples = take_turns("scaling", both, epochs, starts)
     ratio = over(samples, "template", "manual/ddp.py")
     return [*rows, Row("scaling", "ddp on 2, articles' recipe", "images/s", samples, ("times by hand", ratio))]
 
@@ -189,25 +183,28 @@ def start(settings: Settings) -> list[Row]:
 def size(settings: Settings) -> list[Row]:
     """Seconds an epoch over more images, and over a wider network; and memory over more images."""
     rows = []
+    epochs, starts = settings.epochs, settings.starts
+    length: list[object] = ["--max_epochs", epochs + EPOCHS_BESIDE]
     if settings.root is not None:
         of = {"10,000 images": 0.8, "20,000 images": 0.6, "40,000 images": 0.2}  # the share kept from 50,000 for validation
         flags: list[object] = ["--data.source", "folder", "--data.root", settings.root, "--accelerator", "cpu"]
-        flags += ["--max_epochs", 2 if settings.quick else 3, "--trainer.limit_val_batches", 0]
-        flags += ["--trainer.limit_test_batches", 1, "--trainer.log_every_n_steps", 100]
+        train(
+            *flags, "--max_epochs", 1, "--trainer.limit_train_batches", 1, "--trainer.limit_test_batches", 1
+        )  # decodes them
+        flags += [*length, "--trainer.limit_val_batches", 0, "--trainer.log_every_n_steps", 100]
+
+        def epoch(name: str) -> Program:
+            count = int(name.split()[0].replace(",", ""))
+            return replace(training(*flags, "--data.val_fraction", of[name]), convert=lambda speed: count / speed)
+
         besides: dict[str, list[float]] = {name: [] for name in of}
 
-        def epoch(name: str) -> Callable[[], float]:
-            def measure() -> float:
-                watch = _Memory()
-                output, summary = train(*flags, "--data.val_fraction", of[name], watch=watch)
-                besides[name].append(watch.besides / 2**20)
-                return summary["num_train_images"] / statistics.median(figures(SPEED, output))  # type: ignore[no-any-return]
+        def watch(name: str, session: int) -> None:
+            memory = _Memory()
+            memory(session)
+            besides[name].append(memory.besides / 2**20)
 
-            return measure
-
-        one_step = ["--max_epochs", 1, "--trainer.limit_train_batches", 1]
-        train(*flags, *one_step)  # decodes the images
-        samples = alternate("size", {name: epoch(name) for name in of}, settings.repeats)
+        samples = take_turns("size", {name: epoch(name) for name in of}, epochs, starts, watch)
         ratio = over(samples, "40,000 images", "10,000 images")
         rows.append(Row("size", "an epoch", "s", samples, ("40,000 over 10,000", ratio)))
         if min(map(min, besides.values())) > 0:
@@ -216,11 +213,11 @@ def size(settings: Settings) -> list[Row]:
     else:
         print("size: without --root (real CIFAR-10) the number of images stays as it is")
 
-    def wide(factor: int) -> Callable[[], float]:
+    def wide(factor: int) -> Program:
         channels = json.dumps([factor * width for width in DEFAULT_CHANNELS])
-        flags = ["--model.network.channels", channels, "--max_epochs", 3, "--trainer.limit_train_batches", 20]
-        return lambda: SYNTHETIC_TRAINING_IMAGES / training_speed(*flags)
+        program = training("--model.network.channels", channels, *length, "--trainer.limit_train_batches", 20)
+        return replace(program, convert=lambda speed: SYNTHETIC_TRAINING_IMAGES / speed)
 
-    samples = alternate("size", {f"width x{factor}": wide(factor) for factor in (1, 2, 4)}, settings.repeats)
+    samples = take_turns("size", {f"width x{factor}": wide(factor) for factor in (1, 2, 4)}, epochs)
     ratio = over(samples, "width x4", "width x1")
     return [*rows, Row("size", "5,400 images, by 20 steps' speed", "s", samples, ("x4 over x1", ratio))]

@@ -2,9 +2,9 @@
 
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from benchmarks.measure import (
     training_speed,
 )
 from benchmarks.resources import memory, scaling, size, start
+from benchmarks.turns import EPOCHS_BESIDE, Program, take_turns, training
 from project.data.datamodule import ImageDataModule
 
 MANUAL, BENCHMARKS = ROOT / "scripts" / "manual", ROOT / "scripts" / "benchmarks"
@@ -45,45 +46,40 @@ def step(settings: Settings) -> list[Row]:
     """What the loops add to a step: ours, with all it writes, one written by hand, and a plain Lightning script.
 
     The tiny network runs with one thread: what is measured there is Python, which has no more, and two threads waiting for
-    each other add more noise than that. On the default network only ours and the one by hand, oftener: the difference is
-    a hundredth, the noise ten times that. Everything computes the articles' recipe, which is what the loop by hand does, in
-    memory that is kept, as ours keeps it. Bars are kept up to date but not drawn: the output goes into a pipe.
+    each other add more noise than that. On the default network only ours and the one by hand. Everything computes the
+    articles' recipe, which is what the loop by hand does, in memory that is kept, as ours keeps it. Bars are kept up to date
+    but not drawn: the output goes into a pipe.
     """
-    loops = _loops(TINY_SIZE, 8, epochs=2 if settings.quick else 5, threads=1)
-    tiny = alternate("step, tiny network", loops, settings.repeats)
+    epochs, starts = settings.epochs, settings.starts
+    loops = {side: replace(loop, threads=1, one_core=True) for side, loop in _loops(TINY_SIZE, 8, epochs).items()}
+    tiny = take_turns("step, tiny network", loops, epochs, starts)
     rounds = zip(tiny["template"], tiny["by hand"], tiny["plain Lightning"], strict=True)
     share = statistics.median((ours - hand) / (plain - hand) for ours, hand, plain in rounds)
-    loops = _loops(DEFAULT_SIZE, 64, epochs=2 if settings.quick else 4)
+    loops = _loops(DEFAULT_SIZE, 64, epochs)
     del loops["plain Lightning"]
-    default = alternate("step, default network", loops, settings.repeats if settings.quick else 2 * settings.repeats)
+    default = take_turns("step, default network", loops, epochs, starts)
     return [
         Row("step", "tiny network", "µs/step", tiny, ("overhead, as a share of plain Lightning's,", share)),
         Row("step", "default width", "µs/step", default, ("template over by hand", over(default, "template", "by hand"))),
     ]
 
 
-def _loops(size: dict[str, Any], batch_size: int, epochs: int, threads: int | None = None) -> dict[str, Callable[[], float]]:
-    channels = size["channels"]
-    common = ["--epochs", epochs, "--batch_size", batch_size, "--channels", *channels, "--hidden", size["hidden"]]
+def _loops(size: dict[str, Any], batch_size: int, epochs: int) -> dict[str, Program]:
+    channels, more = size["channels"], epochs + EPOCHS_BESIDE
+    common = ["--epochs", more, "--batch_size", batch_size, "--channels", *channels, "--hidden", size["hidden"]]
+    hand = ["--source", "synthetic", "--report_every", SYNTHETIC_TRAINING_IMAGES // batch_size, "--weights", "{folder}"]
+    ours: list[object] = ["--max_epochs", more, "--batch_size", batch_size, "--devices", 1]
+    ours += ["--model.network.channels", json.dumps(channels), "--model.network.hidden", size["hidden"]]
+    ours += ["--trainer.callbacks", "null", "--trainer.enable_progress_bar", "true"]
 
-    def by_hand() -> float:
-        with tempfile.TemporaryDirectory() as weights:
-            flags = [*common, "--source", "synthetic", "--report_every", SYNTHETIC_TRAINING_IMAGES // batch_size]
-            output = python(MANUAL / "cpu.py", *flags, "--weights", weights, threads=threads, **KEPT_MEMORY)
-            return 1e3 * statistics.median(figures(MILLISECONDS, output))
+    def by_milliseconds(*command: object) -> Program:
+        return Program([*command, *common], MILLISECONDS, convert=lambda ms: 1e3 * ms, variables=KEPT_MEMORY)
 
-    def template() -> float:
-        flags: list[object] = ["--max_epochs", epochs, "--batch_size", batch_size, "--devices", 1]
-        flags += ["--model.network.channels", json.dumps(channels), "--model.network.hidden", size["hidden"]]
-        flags += ["--trainer.callbacks", "null", "--trainer.enable_progress_bar", "true"]
-        return 1e6 * batch_size / training_speed(*flags, config="manual.yaml", threads=threads)
-
-    def plain() -> float:
-        with tempfile.TemporaryDirectory() as logs:
-            output = python(BENCHMARKS / "plain_lightning.py", *common, "--logs", logs, threads=threads, **KEPT_MEMORY)
-            return 1e3 * statistics.median(figures(MILLISECONDS, output))
-
-    return {"template": template, "by hand": by_hand, "plain Lightning": plain}
+    return {
+        "template": replace(training(*ours, config="manual.yaml"), convert=lambda speed: 1e6 * batch_size / speed),
+        "by hand": by_milliseconds(MANUAL / "cpu.py", *hand),
+        "plain Lightning": by_milliseconds(BENCHMARKS / "plain_lightning.py", "--logs", "{folder}"),
+    }
 
 
 # ---- input
