@@ -44,11 +44,6 @@ class Settings:
         """Samples from one start of programs that take turns."""
         return 1 if self.quick else self.repeats
 
-    @property
-    def starts(self) -> int:
-        """How often programs that take turns are started."""
-        return 1 if self.quick else 3
-
 
 @dataclass
 class Row:

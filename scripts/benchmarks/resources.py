@@ -32,7 +32,7 @@ TRAIN, MANUAL = ROOT / "scripts" / "train.py", ROOT / "scripts" / "manual"
 
 def scaling(settings: Settings) -> list[Row]:
     """Images per second with ddp."""
-    epochs, starts = settings.epochs, settings.starts
+    epochs = settings.epochs
 
     def ours(processes: int, threads: int, *flags: object, config: str = "") -> Program:
         ddp = ["--strategy", "ddp"] if processes > 1 else []
@@ -42,7 +42,7 @@ def scaling(settings: Settings) -> list[Row]:
     two, one = "2 processes, 1 thread", "1 process, 1 thread"
     twice = f"{two}, twice the batch"
     sides = {two: ours(2, 1), twice: ours(2, 1, "--batch_size", 128), one: ours(1, 1), "1 process, 2 threads": ours(1, 2)}
-    samples = take_turns("scaling", sides, epochs, starts)
+    samples = take_turns("scaling", sides, epochs)
     weak = {twice: samples.pop(twice), one: samples[one]}
     rows = [
         Row("scaling", "ddp, default recipe", "images/s", samples, ("2 processes over 1", over(samples, two, one))),
@@ -56,7 +56,7 @@ def scaling(settings: Settings) -> list[Row]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     by_hand = Program(hand, MILLISECONDS, torchrun, 1, convert=lambda ms: 64e3 / ms, variables=KEPT_MEMORY)
     both = {"template": ours(2, 1, "--trainer.callbacks", "null", config="manual.yaml"), "manual/ddp.py": by_hand}
-    samples = take_turns("scaling", both, epochs, starts)
+    samples = take_turns("scaling", both, epochs)
     ratio = over(samples, "template", "manual/ddp.py")
     return [*rows, Row("scaling", "ddp on 2, articles' recipe", "images/s", samples, ("times by hand", ratio))]
 
@@ -183,7 +183,7 @@ def start(settings: Settings) -> list[Row]:
 def size(settings: Settings) -> list[Row]:
     """Seconds an epoch over more images, and over a wider network; and memory over more images."""
     rows = []
-    epochs, starts = settings.epochs, settings.starts
+    epochs = settings.epochs
     length: list[object] = ["--max_epochs", epochs + EPOCHS_BESIDE]
     if settings.root is not None:
         of = {"10,000 images": 0.8, "20,000 images": 0.6, "40,000 images": 0.2}  # the share kept from 50,000 for validation
@@ -204,7 +204,7 @@ def size(settings: Settings) -> list[Row]:
             memory(session)
             besides[name].append(memory.besides / 2**20)
 
-        samples = take_turns("size", {name: epoch(name) for name in of}, epochs, starts, watch)
+        samples = take_turns("size", {name: epoch(name) for name in of}, epochs, watch=watch)
         ratio = over(samples, "40,000 images", "10,000 images")
         rows.append(Row("size", "an epoch", "s", samples, ("40,000 over 10,000", ratio)))
         if min(map(min, besides.values())) > 0:

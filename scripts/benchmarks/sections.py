@@ -50,7 +50,7 @@ def step(settings: Settings) -> list[Row]:
     articles' recipe, which is what the loop by hand does, in memory that is kept, as ours keeps it. Bars are kept up to date
     but not drawn: the output goes into a pipe.
     """
-    epochs, starts = settings.epochs, settings.starts
+    epochs, starts = settings.epochs, 1 if settings.quick else 3
     loops = {side: replace(loop, threads=1, one_core=True) for side, loop in _loops(TINY_SIZE, 8, epochs).items()}
     tiny = take_turns("step, tiny network", loops, epochs, starts)
     rounds = zip(tiny["template"], tiny["by hand"], tiny["plain Lightning"], strict=True)
