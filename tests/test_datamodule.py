@@ -91,3 +91,13 @@ def test_more_images_in_a_batch_than_there_are_is_an_error(image_folder: ImageFo
 def test_a_folder_of_images_is_not_taken_for_the_place_of_cifar10(image_folder: ImageFolder) -> None:
     with pytest.raises(UsageError, match=r"add --data\.source folder"):
         ImageDataModule("auto", str(image_folder([2, 2], [1, 1])))
+
+
+def test_normalised_pixels_are_those_of_the_formula_to_the_last_bit(tmp_path: Path, image_folder: ImageFolder) -> None:
+    data = prepared(image_folder([6, 6], [2, 2]), tmp_path)
+    images = torch.randint(256, (5, 3, 32, 32), dtype=torch.uint8)
+    mean, std = (255 * torch.tensor(figures)[:, None, None] for figures in (data.mean, data.std))
+    for shown in (images, images[..., :20], images.contiguous(memory_format=torch.channels_last)):
+        scaled = data.normalize_images(shown)
+        assert torch.equal(scaled, (shown.float() - mean) / std)
+        assert scaled.is_contiguous(memory_format=torch.channels_last)

@@ -83,18 +83,41 @@ class Augmentation:
             The augmented images, uint8 (B, 3, H, W).
         """
         shifts, flips = self.draw(epoch)
-        if self.shift:
-            height, width = images.shape[2:]
-            images = _reflect(_reflect(images, 2, self.shift), 3, self.shift)
-            windows = images.unfold(2, height, 1).unfold(3, width, 1)  # a view: (B, 3, 2s+1, 2s+1, H, W)
-            images = windows[torch.arange(len(images)), :, shifts[0, positions], shifts[1, positions]]
+        down, across = shifts[:, positions]
+        mirrored = images.flip(3)
         if self.flip:
-            images = torch.where(flips[positions, None, None, None], images.flip(3), images)
-        return images
+            either = torch.cat((images, mirrored))
+            chosen = torch.arange(len(images)) + len(images) * flips[positions]
+            images, mirrored = either.index_select(0, chosen), either.index_select(0, (chosen + len(images)) % len(either))
+            across = torch.where(flips[positions], 2 * self.shift - across, across)  # the same window, seen in the mirror
+        return _shifted(images, mirrored, self.shift, down, across) if self.shift else images
 
 
-def _reflect(images: Tensor, dim: int, width: int) -> Tensor:
-    """Pad a dimension on both sides by reflection; torch's own `pad` has no uint8 on the CPU."""
-    size = images.shape[dim]
-    place = torch.arange(-width, size + width).abs()
-    return images.index_select(dim, torch.where(place < size, place, 2 * (size - 1) - place))
+def _shifted(images: Tensor, mirrored: Tensor, most: int, down: Tensor, across: Tensor) -> Tensor:
+    """Cut a window out of each image, padded on all sides by reflection.
+
+    Every window is one copy: it is a slice of a view in which slices overlap, one beginning at every padded pixel.
+
+    Args:
+        images: uint8 (B, 3, H, W).
+        mirrored: The same, mirrored left to right; what is beside an image is a part of its mirror image.
+        most: Width of the padding in pixels.
+        down: int64 (B,), the window's first row, in 0..2*most.
+        across: int64 (B,), its first column.
+
+    Returns:
+        The windows, uint8 (B, 3, H, W).
+    """
+    batch, channels, height, width = images.shape
+    row = width + 2 * most
+    plane = (height + 2 * most) * row
+    padded = images.new_empty(batch, channels, height + 2 * most, row)
+    middle = padded[:, :, most:-most]
+    middle[..., :most] = mirrored[..., -most - 1 : -1]
+    middle[..., most:-most] = images
+    middle[..., -most:] = mirrored[..., 1 : most + 1]
+    padded[:, :, :most] = padded[:, :, most + 1 : 2 * most + 1].flip(2)
+    padded[:, :, -most:] = padded[:, :, -2 * most - 1 : -most - 1].flip(2)
+    last = (channels - 1) * plane + (height - 1) * row + width - 1  # pixel of a window, counted from its first
+    windows = padded.as_strided((padded.numel() - last, channels, height, width), (1, plane, row, 1))
+    return windows.index_select(0, torch.arange(batch) * channels * plane + down * row + across)

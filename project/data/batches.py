@@ -60,9 +60,11 @@ class ImageBatches(Dataset[tuple[Tensor, Tensor]]):
         """Return images, uint8 (B, 3, H, W), and labels, int64 (B,); at BLANK positions black and IGNORE_INDEX."""
         epoch, positions = index
         blank = positions == BLANK
-        images = self.images[positions]
-        labels = self.labels[positions]
-        if blank.any():
+        if has_blanks := bool(blank.any()):
+            positions = positions.where(~blank, 0)
+        images = self.images.index_select(0, positions)  # image by image; `images[positions]` copies pixel by pixel
+        labels = self.labels.index_select(0, positions)
+        if has_blanks:
             images[blank] = 0
             labels[blank] = IGNORE_INDEX
         if self.augment is not None:
@@ -200,8 +202,11 @@ class BatchLoader(DataLoader[tuple[Tensor, Tensor]]):
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches."""
-        yield from super().__iter__()
+        """Yield the batches; without workers straight from the data set, past DataLoader's bookkeeping."""
+        if self.num_workers or self.pin_memory:
+            yield from super().__iter__()
+        else:
+            yield from map(self.dataset.__getitem__, self.sampler)
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: what comes next follows from the trainer's progress. Lightning asks for this."""

@@ -31,7 +31,7 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from torch import Tensor, nn
 from torch.nn import functional
@@ -49,6 +49,9 @@ from project.model.schedules import OneCycle
 # Attributes of Classifier that change in every step, "_current_fx_name" by Lightning, around every hook.
 PLAIN_ATTRIBUTES = frozenset({"_current_fx_name", "_window", "_window_parts", "_learning_rate", "_loss", "_first_bad"})
 
+# Of callbacks.
+HOOKS_OF_A_STEP = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward")
+HOOKS_OF_A_STEP += ("on_before_optimizer_step", "on_train_batch_end")
 STEPS_TO_COUNT = 16  # after so many the correct images are counted; in every step it would take as long as the rest of them
 
 
@@ -203,12 +206,20 @@ class Classifier(LightningModule):
             )
 
     def _remember_hooks(self) -> None:
-        """Have Lightning find out once whose hook it calls with a batch, and what is validated, not in every step."""
+        """Have Lightning find out once, not in every step, which hooks there are to call.
+
+        Whose hook gets a batch, whether there is something to validate, and which callback has a hook of its own: Lightning
+        skips what is not callable, and does nothing at some length otherwise.
+        """
         selector = getattr(getattr(self.trainer, "_data_connector", None), "_datahook_selector", None)
         source = getattr(self.trainer.fit_loop.epoch_loop.val_loop, "_data_source", None)
         for owner, name in ((selector, "get_instance"), (source, "is_defined")):
             if hasattr(owner, name) and name not in vars(owner):
                 setattr(owner, name, cache(getattr(owner, name)))
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            for name in HOOKS_OF_A_STEP:
+                if getattr(type(callback), name) is getattr(Callback, name):
+                    vars(callback)[name] = None
 
     def _begin_sums(self) -> None:
         self._begin_window(torch.zeros(3, device=self.device))
