@@ -5,6 +5,7 @@ machines; these meet the same one. Each measures itself by a clock that stands s
 """
 
 import contextlib
+import math
 import os
 import re
 import select
@@ -33,7 +34,8 @@ class Program:
 
     Attributes:
         command: A Python script and its arguments; {folder} stands for a folder of its own, removed afterwards.
-        pattern: What it prints once an epoch, on a line of its own, with a group around the figure.
+        pattern: What it prints once an epoch, on a line of its own, with a group around the figure; without a group, the
+            figure is the seconds from one such line to the next.
         launcher: Arguments of Python that start the script in other processes; none to start it itself.
         threads: OMP_NUM_THREADS; None to leave it to the program.
         one_core: Whether it stays on one core, which is the same for all; cores are not equally fast while others use them.
@@ -109,7 +111,7 @@ class _Live:
         self.seconds += time.perf_counter() - began
         if figure is not None:
             self.last, self.seconds = self.seconds, 0.0
-        return figure
+        return self.program.convert(self.last) if figure is not None and math.isnan(figure) else figure
 
     @property
     def pid(self) -> int:
@@ -138,7 +140,7 @@ class _Live:
         if found is None or found.end() == len(self.output):  # of a line that is not whole, the figure may not be
             return None
         self._read = found.end()
-        return self.program.convert(float(found[1].replace(",", "")))
+        return self.program.convert(float(found[1].replace(",", ""))) if found.groups() else math.nan
 
     def end(self) -> None:
         """End it, wherever it is."""
