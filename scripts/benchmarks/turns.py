@@ -104,7 +104,7 @@ class _Live:
                     sys.exit(f"{' '.join(map(str, self.program.command))} ended too soon:\n{self.output[-3000:]}")
                 self.output += more.decode(errors="replace")
                 figure = self._next_figure()
-        if figure is not None:
+        if figure is not None and not self._stopped_at:  # the first: all that it starts has started
             self._find_groups()
         self._stopped_at = time.perf_counter_ns()
         self._signal(signal.SIGSTOP)
