@@ -13,6 +13,7 @@ gpu, where there is one.
 
 import argparse
 import json
+import signal
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the accuracy section (0 1 2)")
     parser.add_argument("--devices", type=int, default=1, help="processes of the accuracy section (1)")
     parser.add_argument("--json", type=Path, help="where the figures go (logs/benchmark-<time>.json)")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of whatever ends the programs it has started
     flags = parser.parse_args()
     if flags.repeats < 1 or flags.devices < 1:
         parser.error("--repeats and --devices must be at least 1")

@@ -1,8 +1,10 @@
 """The benchmark measures what it says, and refuses what it cannot."""
 
+import contextlib
 import json
 import os
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 from benchmarks.measure import MILLISECONDS, SPEED, Row, alternate, figures, over, table
 from benchmarks.turns import Program, take_turns
 
-from tests.conftest import ROOT, python
+from tests.conftest import ROOT, clean_environment, python
+from tests.survival import wait_for
 
 BENCHMARK = ROOT / "scripts" / "benchmark.py"
 
@@ -83,6 +86,25 @@ def test_a_program_that_ends_too_soon_ends_the_benchmark_with_its_words(tmp_path
         take_turns("section", {"good": good, "bad": Program([tmp_path / "fails.py"], "epoch")}, epochs=1)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only /proc tells whose child a process is")
+def test_sigterm_ends_the_programs_too_also_stopped_ones(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARK), "--quick", "--only", "step", "--json", str(tmp_path / "figures.json")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=clean_environment()) as benchmark:
+        children = wait_for(lambda: [pid for pid, parent in parents().items() if parent == benchmark.pid], 60)
+        benchmark.terminate()
+        assert benchmark.wait(30) == 143
+    assert not set(children) & set(parents())
+
+
+def parents() -> dict[int, int]:
+    """The parent of every process."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            found[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    return found
 
 
 @pytest.mark.parametrize(
