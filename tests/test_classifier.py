@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch import nn
 
 from project.errors import UsageError
@@ -30,7 +29,6 @@ def test_what_the_lean_step_leaves_out_is_still_where_lightning_has_it() -> None
     """These are private to Lightning; where it changes them, what we do about them must change too."""
     assert not isinstance(inspect.getattr_static(LightningModule, "_current_fx_name", None), property)
     assert Classifier(ConvNet())._current_fx_name is None
-    assert callable(_TrainingEpochLoop._broadcast_sigterm_tensor)
 
 
 def test_lightning_sees_the_steps_true_arguments() -> None:

@@ -263,9 +263,11 @@ class ImageDataModule(LightningDataModule):
         """Turn pixels, uint8 (B, 3, H, W), into the network's input, float32 (B, 3, H, W), channels last in memory."""
         batch, channels, height, width = images.shape
         if self._scale.device != images.device or len(self._scale) != width * channels:
-            self._offset = 255 * torch.tensor(self.mean, device=images.device).repeat(width)
-            self._scale = 255 * torch.tensor(self.std, device=images.device).repeat(width)
-        pixels = torch.empty(batch, height, width, channels, device=images.device)
+            self._offset, self._scale = (
+                255 * torch.tensor(figures, dtype=torch.float32, device=images.device).repeat(width)
+                for figures in (self.mean, self.std)
+            )
+        pixels = torch.empty(batch, height, width, channels, dtype=torch.float32, device=images.device)
         scaled = pixels.permute(0, 3, 1, 2)
         for channel in range(channels):  # on a CPU torch copies all at once, or subtracts three numbers, ten times as slowly
             scaled[:, channel] = images[:, channel]

@@ -2,12 +2,10 @@
 
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
-from lightning.pytorch.profilers import PassThroughProfiler
 
 from project.model.classifier import is_end_of_epoch, is_writing_step
 
@@ -152,13 +150,3 @@ class ProgressBar(RichProgressBar):
         if now - self._drawn >= self.SECONDS or is_end_of_epoch(trainer):
             self._drawn = now
             super().on_train_batch_end(trainer, pl_module, *args)
-
-
-class NoProfiler(PassThroughProfiler):
-    """What Lightning does without a profiler, but without building a generator around each of some 80 actions a step."""
-
-    _nothing = nullcontext()
-
-    def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
-        """Return a context that does nothing."""
-        return self._nothing

@@ -64,8 +64,6 @@ class RunCheckpoints(Checkpoint):
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self._metrics.items()})
         early = [callback for callback in trainer.callbacks if isinstance(callback, EarlyStopping)]
         trainer.should_stop = trainer.should_stop or any(callback.stopped_epoch > 0 for callback in early)  # as restored
-        if stop_signal.listens:
-            _ask_nobody_in_every_step(trainer)
         stop_signal.begin_training()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -208,18 +206,6 @@ def _is_under_way(trainer: Trainer) -> None:
     It leaves that out while it counts as restarting, until the epoch's very end. There is no public way to say otherwise.
     """
     trainer.fit_loop._restarting = False
-
-
-def _ask_nobody_in_every_step(trainer: Trainer) -> None:
-    """Take out what Lightning does before every ddp step: a collective, and a wait for the GPU, to hear of a SIGTERM.
-
-    Its own handlers are gone, and our thread hears of signals. There is no public way to say so.
-    """
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
-
-
-def _nothing() -> None:
-    pass
 
 
 def _step_of(path: Path) -> int | None:

@@ -24,11 +24,12 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from project.data.datamodule import uneven_batch
 from project.errors import UsageError
-from project.run.callbacks import NoProfiler, ProgressBar, RunRecord
+from project.run.callbacks import ProgressBar, RunRecord
 from project.run.checkpoints import RunCheckpoints
 from project.run.checks import Hardware, check_hardware, nearest
 from project.run.exit import LAUNCHED_BY_US
 from project.run.launch import launch, launched_from_outside, meet_again
+from project.run.lean import LeanSteps, NoProfiler
 from project.run.memory import keep_freed_memory
 from project.run.notices import Notices
 from project.run.outputs import RunDirectory, RunLogger, SaveConfig, expanded, newest_run, restarted_job
@@ -312,7 +313,7 @@ class TrainCLI(LightningCLI):
         self.checkpoints = RunCheckpoints(self.config.checkpoint_every, warnings=self.notices.messages)
         self.checkpoints.resumed_from = self.resume_from
         self.checkpoints.in_place = self.continuation.run is not None
-        kwargs["callbacks"] = [*_as_list(config.callbacks), self.record]
+        kwargs["callbacks"] = [*_as_list(config.callbacks), self.record, LeanSteps()]
         if config.enable_checkpointing is not False:
             kwargs["callbacks"].append(self.checkpoints)
         self._say_what_it_resumes()

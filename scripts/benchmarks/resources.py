@@ -22,9 +22,9 @@ from benchmarks.measure import (
     python,
     train,
 )
-from benchmarks.turns import EPOCHS_BESIDE, Program, take_turns, training
+from benchmarks.turns import EPOCHS_BESIDE, TRAIN, Program, take_turns, training
 
-TRAIN, MANUAL = ROOT / "scripts" / "train.py", ROOT / "scripts" / "manual"
+MANUAL = ROOT / "scripts" / "manual"
 
 
 # ---- scaling
@@ -188,9 +188,8 @@ def size(settings: Settings) -> list[Row]:
     if settings.root is not None:
         of = {"10,000 images": 0.8, "20,000 images": 0.6, "40,000 images": 0.2}  # the share kept from 50,000 for validation
         flags: list[object] = ["--data.source", "folder", "--data.root", settings.root, "--accelerator", "cpu"]
-        train(
-            *flags, "--max_epochs", 1, "--trainer.limit_train_batches", 1, "--trainer.limit_test_batches", 1
-        )  # decodes them
+        one_step = ["--max_epochs", 1, "--trainer.limit_train_batches", 1, "--trainer.limit_test_batches", 1]
+        train(*flags, *one_step)  # decodes the images
         flags += [*length, "--trainer.limit_val_batches", 0, "--trainer.log_every_n_steps", 100]
 
         def epoch(name: str) -> Program:

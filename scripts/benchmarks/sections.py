@@ -47,9 +47,8 @@ def step(settings: Settings) -> list[Row]:
 
     The tiny network runs with one thread: what is measured there is Python, which has no more, and two threads waiting for
     each other add more noise than that. On the default network only ours and the one by hand, whole epochs: both validate,
-    and save their weights. Everything computes the
-    articles' recipe, which is what the loop by hand does, in memory that is kept, as ours keeps it. Bars are kept up to date
-    but not drawn: the output goes into a pipe.
+    and save their weights. Everything computes the articles' recipe, which is what the loop by hand does, in memory that is
+    kept, as ours keeps it. Bars are kept up to date but not drawn: the output goes into a pipe.
     """
     epochs, starts = settings.epochs, 1 if settings.quick else 3
     loops = {side: replace(loop, threads=1, one_core=True) for side, loop in _loops(TINY_SIZE, 8, epochs).items()}

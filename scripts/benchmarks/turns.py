@@ -108,6 +108,7 @@ class _Live:
             self._find_groups()
         self._stopped_at = time.perf_counter_ns()
         self._signal(signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)  # until it has
         self.seconds += time.perf_counter() - began
         if figure is not None:
             self.last, self.seconds = self.seconds, 0.0
@@ -128,7 +129,7 @@ class _Live:
         family = {self.pid}
         while more := {pid for pid, (parent, _) in parents.items() if parent in family} - family:
             family |= more
-        self._groups = {self.pid} | {parents[pid][1] for pid in family if pid in parents}
+        self._groups |= {parents[pid][1] for pid in family if pid in parents}
 
     def _signal(self, signum: int) -> None:
         for group in self._groups:
@@ -188,8 +189,8 @@ def take_turns(
             live = {}
             for side, program in programs.items():
                 live[side] = stack.enter_context(_alive(program))
-                live[side].run()
-            live = {side: one for side, one in live.items() if one.run() is not None}  # how long an epoch takes
+                for _ in ("to warm up", "to see how long it takes"):
+                    live[side].run()
             for epoch in range(epochs):
                 due = dict(live)
                 mean = sum(one.last for one in due.values()) / len(due)
