@@ -1,9 +1,11 @@
 """What the tests share: running the real scripts in clean processes, and small image folders."""
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -72,3 +74,38 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> ImageFolder:
         return root
 
     return make
+
+
+@dataclass
+class Run:
+    """A finished run: what it printed, and its directory."""
+
+    output: str
+    errors: str
+    folder: Path
+    summary: dict
+
+
+def run_of(cwd: Path, result: subprocess.CompletedProcess[str], name: str = "default", version: int = 0) -> Run:
+    folder = cwd / "logs" / name / f"version_{version}"
+    return Run(result.stdout, result.stderr, folder, json.loads((folder / "summary.json").read_text()))
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The flags that name a cache of decoded images shared by the tests."""
+    return ["--data.cache_dir", str(tmp_path_factory.mktemp("cache"))]
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory, cache: list[str]) -> Run:
+    """The bare command on two processes, offline, two epochs; not to be changed by a test."""
+    cwd = tmp_path_factory.mktemp("run")
+    flags = ["--accelerator", "cpu", "--strategy", "ddp", "--devices", "2", "--max_epochs", "2"]
+    return run_of(cwd, train(cwd, *flags, *cache))
+
+
+@pytest.fixture(scope="session")
+def finished_run(run: Run) -> Path:
+    """Its directory."""
+    return run.folder

@@ -10,7 +10,8 @@ import torch
 from project.data.datamodule import ImageDataModule
 from project.errors import UsageError
 from project.model.classifier import Classifier
-from project.run.cli import SHORT_FLAGS, TrainCLI
+from project.run.cli import TrainCLI
+from project.run.flags import SHORT_FLAGS
 from project.run.notices import Notices
 from tests.conftest import ROOT, ImageFolder, python
 
@@ -160,7 +161,7 @@ def test_the_network_is_told_the_classes_and_the_size(image_folder: ImageFolder)
     root = image_folder([2, 2, 2], [1, 1, 1])
     model = cli("--data.source", "folder", "--data.root", str(root), "--data.image_size", "48").model
     assert model(torch.zeros(1, 3, 48, 48)).shape == (1, 3)
-    assert model.test_class_accuracy.num_classes == 3
+    assert model.evaluations["test"].by_class.num_classes == 3
 
 
 def test_help_shows_the_short_flags_first_and_is_quick(tmp_path: Path) -> None:

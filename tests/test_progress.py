@@ -13,8 +13,8 @@ import pytest
 from lightning.pytorch.callbacks import RichProgressBar
 
 from project.run import callbacks
-from project.run.callbacks import ProgressBar
-from tests.conftest import ROOT, clean_environment
+from project.run.callbacks import ProgressBar, RunRecord, clock
+from tests.conftest import NARROW, ROOT, clean_environment, train
 
 
 def test_it_is_drawn_ten_times_a_second_and_at_the_end_of_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,11 +29,11 @@ def test_it_is_drawn_ten_times_a_second_and_at_the_end_of_the_epoch(monkeypatch:
     assert drawn == [0, 4, 8, 11]
 
 
-def test_on_a_terminal_it_counts_to_the_last_batch(tmp_path: Path) -> None:
+def on_a_terminal(*flags: object, **env: str) -> str:
+    """What scripts/train.py writes on a terminal, escape codes included."""
     leader, terminal = pty.openpty()
-    flags = ["--data.source", "synthetic", "--max_epochs", "2", "--trainer.limit_train_batches", "7", "--log_dir", tmp_path]
-    command = [sys.executable, ROOT / "scripts" / "train.py", "--accelerator", "cpu", "--devices", "1", *flags]
-    environment = {**clean_environment(), "TERM": "xterm", "COLUMNS": "150"}
+    command = [sys.executable, ROOT / "scripts" / "train.py", "--accelerator", "cpu", "--devices", "1", *NARROW, *flags]
+    environment = {**clean_environment(), "TERM": "xterm-256color", "COLUMNS": "150", **env}
     process = subprocess.Popen(list(map(str, command)), stdout=terminal, stderr=terminal, env=environment, cwd=ROOT)
     os.close(terminal)
     output = b""
@@ -51,6 +51,74 @@ def test_on_a_terminal_it_counts_to_the_last_batch(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         os.close(leader)
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode()).replace("\r", "\n")
-    assert "7/7" in text
+    return output.decode()
+
+
+COLOUR = r"\x1b\[[0-9;]*(?:[34]8;|[39][0-7])[0-9;]*m"
+SHORT = ["--data.source", "synthetic", "--max_epochs", "2", "--trainer.limit_train_batches", "7"]
+
+
+@pytest.mark.parametrize("colourless", ["", "1"])
+def test_on_a_terminal_it_counts_to_the_last_batch_and_shows_the_figures(colourless: str, tmp_path: Path) -> None:
+    if colourless:
+        output = on_a_terminal(*SHORT, "--log_dir", tmp_path, NO_COLOR="1")
+    else:
+        output = on_a_terminal(*SHORT, "--log_dir", tmp_path)
+    assert bool(re.search(COLOUR, output)) is not bool(colourless)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output).replace("\r", "\n")
+    assert re.search(r"epoch 2/2 .*7/7", text)
+    assert re.search(r"loss: \d\.\d{3} accuracy: 0\.\d{4} images/s: [\d,]+ left: 0:\d\d", text)
     assert re.search(r"^epoch 2/2 .* images/s\s*$", text, re.MULTILINE)
+    assert output.count("7/7") > 1  # it is drawn again and again
+
+
+def test_into_a_file_it_is_one_plain_line_an_epoch(tmp_path: Path) -> None:
+    flags = [*NARROW, "--data.source", "synthetic", "--max_epochs", "10", "--trainer.limit_train_batches", "3"]
+    result = train(tmp_path, "--accelerator", "cpu", "--devices", "1", *flags)
+    written = result.stdout + result.stderr
+    lines = written.splitlines()
+    assert len(lines) <= 40
+    assert sum(line.startswith("epoch ") for line in lines) == 10
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", written)
+    assert len(result.stdout.partition("data ")[2].splitlines()) + 1 <= 12  # the closing summary
+
+
+def a_trainer(batches_done: int, **more: Any) -> Any:
+    fit_loop = SimpleNamespace(total_batch_idx=batches_done - 1, batch_idx=(batches_done - 1) % 100)
+    figures = {
+        "max_epochs": 10,
+        "estimated_stepping_batches": 1000,
+        "accumulate_grad_batches": 1,
+        "num_training_batches": 100,
+    }
+    return SimpleNamespace(fit_loop=fit_loop, current_epoch=2, **(figures | more))
+
+
+def test_in_a_long_epoch_a_line_comes_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, module = RunRecord(), SimpleNamespace(last_point={"train/loss": 1.5, "train/accuracy": 0.25})
+    seconds_a_batch = 3.0
+    for done in range(0, 1000, 10):
+        monkeypatch.setattr(callbacks.time, "perf_counter", lambda done=done: seconds_a_batch * done)
+        record._print_now_and_then(a_trainer(done), module, seconds_a_batch * done)  # type: ignore[arg-type]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 19  # a twentieth of the run apart, which here is more than a minute
+    assert lines[4] == "epoch 3/10  step 50/100  train loss 1.500 accuracy 0.2500  37:30 left"
+
+
+def test_without_an_end_a_line_comes_once_a_minute_and_tells_of_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, module = RunRecord(), SimpleNamespace()
+    for now in range(0, 300, 10):
+        trainer = a_trainer(now, estimated_stepping_batches=float("inf"), max_epochs=-1)
+        record._print_now_and_then(trainer, module, float(now))  # type: ignore[arg-type]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[0] == "epoch 3  step 60/100"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03")])
+def test_a_time_reads_as_a_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text

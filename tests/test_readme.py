@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from project.run.cli import OWN_FLAGS, SHORT_FLAGS
+from project.run.flags import OWN_FLAGS, SHORT_FLAGS
 from tests.conftest import ROOT, python
 
 README = (ROOT / "README.md").read_text()

@@ -113,14 +113,21 @@ def state(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "logs" / "default" / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
 
 
+OF_THE_MACHINE = ("speed/", "device/", "_hparams_")  # tags of what differs from one run to the next, and of no figures
+
+
 def points(folder: Path) -> Counter[tuple[str, int, float]]:
-    """Every scalar in the run's event files, but for the speeds: tag, step, value."""
+    """Every scalar in the run's event files, but for the speeds: tag, step, value; and every picture, by its bytes."""
     found: Counter[tuple[str, int, float]] = Counter()
     for path in (folder / "logs" / "default" / "version_0").glob("events.*"):
         for event in EventFileLoader(str(path)).Load():
             for value in event.summary.value:
-                if value.tag != "images_per_second" and not value.tag.startswith("_hparams_"):
+                if value.tag.startswith(OF_THE_MACHINE):
+                    continue
+                if value.tensor.float_val:
                     found[value.tag, event.step, round(value.tensor.float_val[0], 6)] += 1
+                elif not value.tag.endswith("text_summary") and value.tensor.string_val:  # texts tell of the command
+                    found[value.tag, event.step, hash(value.tensor.string_val[-1])] += 1
     return found
 
 

@@ -7,6 +7,7 @@ import pickle
 import shutil
 import tarfile
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from PIL import Image
 from torchvision.datasets import CIFAR10
 
+from project.data import sources
 from project.data.datamodule import ImageDataModule
 from project.data.folder import FolderSource, read_image
 from project.data.sources import Cifar10Source
@@ -182,12 +184,14 @@ class Server:
         body: What it serves.
         length: Bytes of it that it sends before it hangs up; None for all.
         requests: Number of downloads so far.
+        seconds: How long it waits before it sends.
     """
 
     def __init__(self, body: bytes) -> None:
         self.body = body
         self.length: int | None = None
         self.requests = 0
+        self.seconds = 0.0
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -196,6 +200,7 @@ class Server:
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(outer.body)))
                 self.end_headers()
+                time.sleep(outer.seconds)
                 self.wfile.write(outer.body[: outer.length])
 
             def log_message(self, *args: object) -> None:
@@ -242,6 +247,19 @@ def test_cifar10_is_downloaded_once_checked_and_read(server: Server, tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_download_that_takes_a_while_is_said_in_one_line(
+    quiet: bool, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sources, "SECONDS_BEFORE_A_WORD", 0.1)
+    server.seconds = 0.5
+    data = cifar10(tmp_path)
+    data.quiet = quiet
+    data.prepare_data()
+    line = f"downloading {server.url} into {tmp_path / 'data'}/\n"
+    assert capsys.readouterr().err.count(line) == (0 if quiet else 1)
+
+
 def test_two_commands_at_the_same_moment_download_once(server: Server, tmp_path: Path) -> None:
     both = [get_context("fork").Process(target=cifar10(tmp_path).prepare_data) for _ in range(2)]
     for process in both:

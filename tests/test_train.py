@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from project.model.networks import ConvNet
-from tests.conftest import NARROW, REAL_CIFAR10, ROOT, ImageFolder, clean_environment, python, train
+from tests.conftest import NARROW, REAL_CIFAR10, ROOT, ImageFolder, Run, clean_environment, python, run_of, train
 
 SUMMARY_KEYS = [
     "dataset",
@@ -45,32 +44,6 @@ SUMMARY_KEYS = [
 ]
 CPU = ["--accelerator", "cpu"]
 TWO = [*CPU, "--strategy", "ddp", "--devices", "2"]
-
-
-@dataclass
-class Run:
-    output: str
-    errors: str
-    folder: Path
-    summary: dict
-
-
-def run_of(cwd: Path, result: subprocess.CompletedProcess[str], name: str = "default", version: int = 0) -> Run:
-    folder = cwd / "logs" / name / f"version_{version}"
-    return Run(result.stdout, result.stderr, folder, json.loads((folder / "summary.json").read_text()))
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The flags that name a cache of decoded images shared by the tests."""
-    return ["--data.cache_dir", str(tmp_path_factory.mktemp("cache"))]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, cache: list[str]) -> Run:
-    """The bare command on two processes, offline, two epochs."""
-    cwd = tmp_path_factory.mktemp("run")
-    return run_of(cwd, train(cwd, *TWO, *cache, "--max_epochs", "2"))
 
 
 # ---- what it writes
@@ -131,7 +104,7 @@ def test_checkpoints_are_plain_and_the_best_is_the_best(run: Run) -> None:
 def test_tensorboard_reads_every_figure(run: Run) -> None:
     events = EventAccumulator(str(run.folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
     scalars = {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
-    for tag in ("train/loss", "train/accuracy", "learning_rate", "images_per_second", "epoch"):
+    for tag in ("train/loss", "train/accuracy", "learning_rate", "speed/images_per_second", "epoch"):
         assert {49, 83, 99, 149, 167} <= set(scalars[tag]), tag  # counted from 0: every 50 steps, and the end of every epoch
     assert set(scalars["val/loss"]) == set(scalars["val/accuracy"]) == {83, 167}
     best = 84 * (run.summary["best_epoch"] + 1) - 1
@@ -158,7 +131,7 @@ def test_a_run_of_few_steps_has_points_too(tmp_path: Path, cache: list[str]) -> 
     flags = ["--data.source", "synthetic", "--max_epochs", "1", "--trainer.limit_train_batches", "7"]
     run = run_of(tmp_path, train(tmp_path, *CPU, *cache, *NARROW, *flags))
     events = EventAccumulator(str(run.folder)).Reload()
-    for tag in ("train/loss", "train/accuracy", "learning_rate", "images_per_second"):
+    for tag in ("train/loss", "train/accuracy", "learning_rate", "speed/images_per_second"):
         assert [event.step for event in events.Scalars(tag)] == [6], tag
 
 
@@ -341,6 +314,10 @@ LIGHTNINGS_OWN = [
     ["--trainer.log_every_n_steps", "0"],
     ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val/loss"],
     ["--data.num_workers", "1"],
+    ["--trainer.profiler", "simple"],
+    ["--trainer.callbacks", "LearningRateFinder", "--trainer.callbacks.update_attr", "false"],
+    ["--trainer.num_sanity_val_steps", "0"],
+    ["--quiet"],
 ]
 
 
@@ -372,7 +349,38 @@ def test_lightnings_own_flags_work(flags: list[str], several: Path) -> None:
         assert flags[0] in ("--trainer.fast_dev_run", "--trainer.enable_checkpointing")
     if not {"--trainer.logger", "--trainer.fast_dev_run"} & set(flags):
         scalars = EventAccumulator(str(folder)).Reload()
-        assert scalars.Scalars("train/loss")[-1].step == scalars.Scalars("images_per_second")[-1].step == 3
+        assert scalars.Scalars("train/loss")[-1].step == scalars.Scalars("speed/images_per_second")[-1].step == 3
+
+
+def own(flag: str, several: Path) -> Path:
+    number = next(n for n, flags in enumerate(LIGHTNINGS_OWN) if flag in flags)
+    return several / str(number) / "logs" / "default" / "version_0"
+
+
+def test_what_a_profiler_and_a_rate_finder_find_is_in_tensorboard(several: Path) -> None:
+    text = (
+        EventAccumulator(str(own("simple", several)), size_guidance={"tensors": 0}).Reload().Tensors("profiler/text_summary")
+    )
+    assert "run_training_epoch" in text[0].tensor_proto.string_val[0].decode()
+    found = EventAccumulator(str(own("LearningRateFinder", several)), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    rates = [event.value for event in found.Scalars("lr_finder/learning_rate")]
+    assert rates[0] == pytest.approx(1e-8)
+    assert rates == sorted(rates)
+    assert len(found.Scalars("lr_finder/loss")) == len(rates) == 4
+    assert b"no suggestion: too few points" in found.Tensors("lr_finder/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_neither_they_nor_the_sanity_run_leave_a_trace_in_the_training(several: Path) -> None:
+    flags = ("simple", "LearningRateFinder", "--trainer.num_sanity_val_steps", "--quiet")
+    last = [torch.load(own(flag, several) / "checkpoints" / "last.ckpt", weights_only=True) for flag in flags]
+    for other in last[1:]:
+        assert all(torch.equal(value, other["state_dict"][name]) for name, value in last[0]["state_dict"].items())
+        assert other["run"]["best_score"] == last[0]["run"]["best_score"]
+        assert other["record"]["validations"] == last[0]["record"]["validations"]
+        assert 0 < other["record"]["train_seconds"] < 60
+    for flag in flags:
+        events = EventAccumulator(str(own(flag, several)), size_guidance={"tensors": 0}).Reload()
+        assert [event.step for event in events.Scalars("val/accuracy")] == [3]
 
 
 @pytest.mark.parametrize("omp", ["", pytest.param("2", marks=pytest.mark.slow)])

@@ -61,11 +61,15 @@ class ImageCache:
     def __init__(self, source: Source, folder: Path) -> None:
         self.source = source
         self.folder = folder
-        self.family = f"{source.name}-{_short(str(source.root and source.root.resolve()), str(source.image_size))}"
+        part = [source.part] if source.part else []
+        self.family = f"{source.name}-{_short(str(source.root and source.root.resolve()), str(source.image_size), *part)}"
         self.path = folder / f"{self.family}-{_short(source.fingerprint())}"
 
-    def build(self) -> None:
+    def build(self, quiet: bool = False) -> None:
         """Decode the images, unless a whole cache is there; one process at a time.
+
+        Args:
+            quiet: Whether to say nothing of it.
 
         Raises:
             UsageError: The folder cannot be written, or an image cannot be read.
@@ -76,7 +80,7 @@ class ImageCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             with FileLock(self.folder / f".{self.family}.lock"):
                 if not self._is_whole():
-                    self._write()
+                    self._write(quiet)
         except OSError as error:
             raise UsageError(f"--data.cache_dir {self.folder} cannot be written ({error}); name another folder") from error
 
@@ -97,12 +101,12 @@ class ImageCache:
             return False
         return all(len(splits[split].labels) == count for split, count in manifest.num_images.items())
 
-    def _write(self) -> None:
+    def _write(self, quiet: bool) -> None:
         staging = self.folder / f".{self.family}.incomplete"  # ours alone: the lock is held
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         try:
-            manifest = self._decode(staging)
+            manifest = self._decode(staging, quiet)
             (staging / "manifest.json").write_text(json.dumps(asdict(manifest), indent=2))
             for file in staging.iterdir():
                 _sync(file)
@@ -112,11 +116,11 @@ class ImageCache:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
-    def _decode(self, staging: Path) -> Manifest:
+    def _decode(self, staging: Path, quiet: bool) -> Manifest:
         sizes, side = self.source.num_images(), self.source.image_size
         digest = hashlib.sha256()
         histogram = np.zeros((3, 256), dtype=np.int64)
-        with _progress(f"preparing {self.source.name} images", sum(sizes.values())) as progress:
+        with _progress(f"preparing {self.source.name} images", sum(sizes.values()), quiet) as progress:
             for split, count in sizes.items():
                 shape = (count, 3, side, side)
                 images = np.lib.format.open_memmap(staging / f"{split}_images.npy", "w+", np.uint8, shape)
@@ -132,7 +136,7 @@ class ImageCache:
                 images.flush()
                 labels.flush()
         levels = np.arange(256) / 255
-        share = histogram / histogram.sum(axis=1, keepdims=True)
+        share = histogram / np.maximum(histogram.sum(axis=1, keepdims=True), 1)  # 0 where there are no training images
         mean = share @ levels
         std = np.sqrt(np.maximum(share @ levels**2 - mean**2, 0))
         std[std == 0] = 1  # a channel of one value, as in some microscopes' images
@@ -157,14 +161,14 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def _progress(what: str, total: int) -> Iterator[Progress]:
+def _progress(what: str, total: int, quiet: bool) -> Iterator[Progress]:
     """Show a bar on a terminal, one line elsewhere."""
     from rich.console import Console
     from rich.progress import Progress as Bar
 
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not (console.is_terminal or quiet):
         print(f"{what}: {total:,}, once per machine", file=sys.stderr, flush=True)
-    with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Bar(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)

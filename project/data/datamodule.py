@@ -1,6 +1,7 @@
 """The LightningDataModule: from a source's images to normalised batches, the same whatever the devices."""
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,6 +48,8 @@ class ImageDataModule(LightningDataModule):
         cache_dir: Folder of the decoded images, which all processes of a machine share.
         seed: Decides the validation split, the order of the images and their augmentation. The command line takes it
             from --seed.
+        class_names: For "folder", to evaluate on images of your own: the classes that a trained network knows, in the
+            order of their labels. Then test/<class>/ is enough. evaluate.py takes them from the checkpoint.
 
     Raises:
         UsageError: A value that cannot work, in one line that names it.
@@ -67,6 +70,7 @@ class ImageDataModule(LightningDataModule):
         num_workers: int = 0,
         cache_dir: str = "data/cache",
         seed: int = 0,
+        class_names: list[str] | None = None,
     ) -> None:
         super().__init__()
         for name, value, least in (
@@ -103,7 +107,8 @@ class ImageDataModule(LightningDataModule):
         self.cache_dir = Path(cache_dir)
         self.seed = seed
         # A folder is looked at now: a wrong path should be an error before any process starts.
-        self._folder = FolderSource(self.root, image_size) if source == "folder" else None
+        self._folder = FolderSource(self.root, image_size, class_names) if source == "folder" else None
+        self.quiet = False  # whether to say nothing of downloads and decoding
         self._manifest: Manifest | None = None
         self._decided: str | None = None  # the source in use, once this process has prepared it
 
@@ -162,7 +167,7 @@ class ImageDataModule(LightningDataModule):
         """Fetch and decode the images, on one process of each machine."""
         if self._decided is None:  # fit and test both call this
             decided = self._prepare_source()
-            ImageCache(self._make_source(decided), self.cache_dir).build()
+            ImageCache(self._make_source(decided), self.cache_dir).build(self.quiet)
             self._decided = decided
 
     def setup(self, stage: str | None = None) -> None:
@@ -177,24 +182,27 @@ class ImageDataModule(LightningDataModule):
                 f"--data.source {self.source}: CIFAR-10 is not under {self.root} on every machine; put it there"
             )
         cache = ImageCache(self._make_source(name), self.cache_dir)
-        cache.build()  # nothing to do, unless this machine had decided for another source
+        cache.build(self.quiet)  # nothing to do, unless this machine had decided for another source
         self._manifest, splits = cache.open()
-        train, test = splits["train"], splits["test"]
+        test = splits["test"]
+        self.test_batches, self.test_positions = ImageBatches(test.images, test.labels), torch.arange(len(test.labels))
+        self.mean, self.std = (self.manifest.mean, self.manifest.std) if self.normalize else ([0.0] * 3, [1.0] * 3)
+        self._normalization = Normalization(self.mean, self.std)
+        if "train" not in splits:
+            return
+        train = splits["train"]
         val = splits.get("val", train)
         if "val" in splits:
             self.train_positions, self.val_positions = torch.arange(len(train.labels)), torch.arange(len(val.labels))
         else:
             self.train_positions, self.val_positions = split_by_class(train.labels, self.val_fraction, self.seed)
-        self.test_positions = torch.arange(len(test.labels))
         augment = None
         if self.shift or self.flip:
             augment = Augmentation(len(train.labels), self.shift, self.flip, self.seed, self.alternate_flip)
         self.train_batches = ImageBatches(train.images, train.labels, augment)
         self.val_batches = ImageBatches(val.images, val.labels)
-        self.test_batches = ImageBatches(test.images, test.labels)
-        self.mean, self.std = (self.manifest.mean, self.manifest.std) if self.normalize else ([0.0] * 3, [1.0] * 3)
-        self._offset = self._scale = torch.empty(0)  # of a row of pixels, once the first has been seen
-        self._check_batch_size(len(self.train_positions))
+        if self.trainer is None or self.trainer.state.fn == "fit":
+            self._check_batch_size(len(self.train_positions))
 
     def state_dict(self) -> dict[str, Any]:
         """Tell the checkpoint what the network was trained on and how its pixels were scaled."""
@@ -208,8 +216,15 @@ class ImageDataModule(LightningDataModule):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Refuse to go on with other images than a checkpoint was trained on; testing it on others is fine."""
+        """Refuse to go on with other images than a checkpoint was trained on; to test it on others, scale them as those."""
         if self.trainer is None or self.trainer.state.fn != "fit":
+            if state["class_names"] != self.class_names:
+                raise UsageError(
+                    f"--data.source {self.resolved_source} has the classes {_some(self.class_names)}; the checkpoint knows"
+                    f" {_some(state['class_names'])}: give it images of these"
+                )
+            self.mean, self.std = state["mean"], state["std"]
+            self._normalization = Normalization(self.mean, self.std)
             return
         for name, before, now in (
             ("--data.source", state["source"], self.manifest.source),
@@ -261,18 +276,7 @@ class ImageDataModule(LightningDataModule):
 
     def normalize_images(self, images: Tensor) -> Tensor:
         """Turn pixels, uint8 (B, 3, H, W), into the network's input, float32 (B, 3, H, W), channels last in memory."""
-        batch, channels, height, width = images.shape
-        if self._scale.device != images.device or len(self._scale) != width * channels:
-            self._offset, self._scale = (
-                255 * torch.tensor(figures, dtype=torch.float32, device=images.device).repeat(width)
-                for figures in (self.mean, self.std)
-            )
-        pixels = torch.empty(batch, height, width, channels, dtype=torch.float32, device=images.device)
-        scaled = pixels.permute(0, 3, 1, 2)
-        for channel in range(channels):  # on a CPU torch copies all at once, or subtracts three numbers, ten times as slowly
-            scaled[:, channel] = images[:, channel]
-        pixels.view(-1, width * channels).sub_(self._offset).div_(self._scale)
-        return scaled
+        return self._normalization(images)
 
     # ---- the rest is inside
 
@@ -281,7 +285,9 @@ class ImageDataModule(LightningDataModule):
         if self.source not in ("auto", "cifar10"):
             return self.source
         try:
-            Cifar10Source(self.root).prepare()
+            source = Cifar10Source(self.root)
+            source.quiet = self.quiet
+            source.prepare()
         except UsageError as error:
             if self.source == "cifar10" or Cifar10Source(self.root).is_there():  # a damaged copy is not passed over
                 raise
@@ -335,6 +341,34 @@ class ImageDataModule(LightningDataModule):
         )
 
 
+class Normalization:
+    """Turns pixels, uint8 (B, 3, H, W), into a network's input, float32 (B, 3, H, W), channels last in memory.
+
+    Args:
+        mean: Of red, green and blue, in 0..1; pixels / 255 have it subtracted.
+        std: The same, and are divided by it.
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        self.mean, self.std = mean, std
+        self._offset = self._scale = torch.empty(0)  # of a row of pixels, once the first has been seen
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Normalise a batch, on its device."""
+        batch, channels, height, width = images.shape
+        if self._scale.device != images.device or len(self._scale) != width * channels:
+            self._offset, self._scale = (
+                255 * torch.tensor(figures, dtype=torch.float32, device=images.device).repeat(width)
+                for figures in (self.mean, self.std)
+            )
+        pixels = torch.empty(batch, height, width, channels, dtype=torch.float32, device=images.device)
+        scaled = pixels.permute(0, 3, 1, 2)
+        for channel in range(channels):  # on a CPU torch copies all at once, or subtracts three numbers, ten times as slowly
+            scaled[:, channel] = images[:, channel]
+        pixels.view(-1, width * channels).sub_(self._offset).div_(self._scale)
+        return scaled
+
+
 def split_by_class(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     """Split off the same share of every class at random.
 
@@ -354,6 +388,11 @@ def split_by_class(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, 
         split_off.append(members[:count])
         kept.append(members[count:])
     return torch.cat(kept).sort().values, torch.cat(split_off).sort().values
+
+
+def _some(names: list[str]) -> str:
+    """Return the first names, and how many there are."""
+    return ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")
 
 
 def _split_off(count: int, fraction: float) -> int:

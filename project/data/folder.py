@@ -1,7 +1,7 @@
 """Images of your own: a folder for each class, files of any size and mode."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +19,9 @@ class FolderSource(Source):
         root: The folder that holds `train` and `test`.
         image_size: Height and width that the images are brought to, in pixels: scaled to cover the square, then cropped
             at the centre.
+        class_names: The classes that a trained network knows, in the order of their labels. Then `root/test/<class>/*`
+            alone is read, whichever of them are there, and without a `test` folder `root/<class>/*`. None for those of
+            `root/train`.
 
     Raises:
         UsageError: The folder does not exist, holds no images, or fewer than two classes.
@@ -27,31 +30,38 @@ class FolderSource(Source):
     name = "folder"
     root: Path
 
-    def __init__(self, root: Path, image_size: int) -> None:
+    def __init__(self, root: Path, image_size: int, class_names: Sequence[str] | None = None) -> None:
         self.root = root
         self.image_size = image_size
+        self._folders = {split: root / split for split in ("train", "val", "test")}
+        self._required = ["train", "test"] if class_names is None else ["test"]
+        if class_names is not None:
+            self.part = "test"
+            self._folders = {"test": root / "test" if (root / "test").is_dir() else root}
+        layout = " and ".join(f"{split}/<class>/" for split in self._required)
         if not root.is_dir():
-            raise UsageError(f"--data.root {root} does not exist; it should hold train/<class>/ and test/<class>/")
-        for split in ("train", "test"):
-            if not (root / split).is_dir():
-                raise UsageError(
-                    f"--data.root {root} has no folder {split}/; it should hold train/<class>/ and test/<class>/"
-                )
+            raise UsageError(f"--data.root {root} does not exist; it should hold {layout}")
+        for split in self._required:
+            if not self._folders[split].is_dir():
+                raise UsageError(f"--data.root {root} has no folder {split}/; it should hold {layout}")
+        self._files: dict[str, list[tuple[Path, int]]] = {}
+        if class_names is not None:
+            self._classes = list(class_names)
+            return
         self._classes = sorted(entry.name for entry in os.scandir(root / "train") if _is_visible_folder(entry))
         if len(self._classes) < 2:
             raise UsageError(
                 f"--data.root {root}: {root / 'train'} has {len(self._classes)} class folders; it needs two at least"
             )
-        self._files: dict[str, list[tuple[Path, int]]] = {}
 
     def class_names(self) -> list[str]:
-        """Return the names of the folders in `train`, sorted."""
+        """Return the names of the folders in `train`, sorted, or those that were given."""
         return self._classes
 
     def fingerprint(self) -> str:
         """Return a digest of the classes, and of the files' names, sizes and times."""
         return "\n".join(self._classes) + stat_digest(
-            self.root, (path for split in ("train", "val", "test") for path, _ in self._list(split))
+            self.root, (path for split in self._folders for path, _ in self._list(split))
         )
 
     def class_counts(self) -> dict[str, list[int]]:
@@ -60,14 +70,14 @@ class FolderSource(Source):
         Raises:
             UsageError: There are none in `train` or `test`, or none of one class in `train`.
         """
-        counts = {split: [0] * len(self._classes) for split in ("train", "val", "test")}
+        counts = {split: [0] * len(self._classes) for split in self._folders}
         for split in counts:
             for _, label in self._list(split):
                 counts[split][label] += 1
-        for split in ("train", "test"):
+        for split in self._required:
             if not any(counts[split]):
-                raise UsageError(f"--data.root {self.root}: no images in {self.root / split}/<class>/")
-        for count, name in zip(counts["train"], self._classes, strict=True):
+                raise UsageError(f"--data.root {self.root}: no images in {self._folders[split]}/<class>/")
+        for count, name in zip(counts.get("train", ()), self._classes, strict=False):
             if not count:
                 raise UsageError(f"--data.root {self.root}: no images in {self.root / 'train' / name}/; remove the folder")
         return {split: by_class for split, by_class in counts.items() if any(by_class)}
@@ -86,10 +96,11 @@ class FolderSource(Source):
 
     def _list(self, split: str) -> list[tuple[Path, int]]:
         if split not in self._files:
-            folder = self.root / split
+            folder = self._folders[split]
             extra = {e.name for e in os.scandir(folder) if _is_visible_folder(e)} if folder.is_dir() else set()
             if unknown := sorted(extra - set(self._classes)):
-                raise UsageError(f"--data.root {self.root}: {folder} has the class {unknown[0]!r}, which train/ has not")
+                known = "train/ has not" if "train" in self._folders else f"is none of {', '.join(self._classes)}"
+                raise UsageError(f"--data.root {self.root}: {folder} has the class {unknown[0]!r}, which {known}")
             suffixes = tuple(Image.registered_extensions())
             self._files[split] = [
                 (Path(parent, name), label)
@@ -127,10 +138,9 @@ def read_image(path: Path, size: int) -> np.ndarray:
     """
     try:
         with Image.open(path) as file:
-            image: Image.Image = file
+            image = ImageOps.exif_transpose(file)
             if image.mode[0] in "IF":  # 16 or 32 bits a pixel; `convert` would clip them
                 image = Image.fromarray(_eight_bits(image))
-            image = ImageOps.exif_transpose(image)
             if image.mode in ("LA", "PA", "RGBA", "La", "RGBa") or "transparency" in image.info:
                 white = Image.new("RGBA", image.size, "white")
                 image = Image.alpha_composite(white, image.convert("RGBA"))
@@ -138,13 +148,14 @@ def read_image(path: Path, size: int) -> np.ndarray:
             if image.size != (size, size):
                 image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
             return np.asarray(image).transpose(2, 0, 1)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UsageError(f"{path} cannot be read as an image ({error}); mend it or take it out of the folder") from error
+    except Exception as error:  # on broken data Pillow's plugins raise anything: struct.error, IndexError, zlib.error ...
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UsageError(f"{path} cannot be read as an image ({reason}); mend it or take it out of the folder") from error
 
 
 def _eight_bits(image: Image.Image) -> np.ndarray:
     """Bring grey levels of an unknown range to 0..255, by the smallest usual range that holds them."""
-    levels = np.asarray(image, dtype=np.float64)
+    levels = np.nan_to_num(np.asarray(image, dtype=np.float64), posinf=0, neginf=0)  # where a map knows nothing: black
     usual = (65535,) if image.mode.startswith("I;16") else (1, 255, 65535)
     top = next((top for top in usual if levels.max() <= top), levels.max())
     return (np.clip(levels / top, 0, 1) * 255).round().astype(np.uint8)

@@ -4,6 +4,8 @@ import hashlib
 import os
 import shutil
 import socket
+import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from filelock import FileLock
 
 from project.errors import UsageError
 
+SECONDS_BEFORE_A_WORD = 2.0  # of a download: one that fails at once has its own line
 Progress = Callable[[int], None]  # called with the number of images done since the last call
 
 
@@ -25,10 +28,14 @@ class Source(ABC):
         name: What `--data.source` calls it.
         root: The folder it lies in; None where it has none.
         image_size: Height and width of the decoded images, in pixels.
+        part: Which part of it is read; empty for all.
+        quiet: Whether it says nothing of a download.
     """
 
     name: str
     root: Path | None = None
+    part: str = ""
+    quiet = False
     image_size: int
 
     def prepare(self) -> None:  # noqa: B027 (most sources have nothing to fetch)
@@ -164,6 +171,8 @@ class Cifar10Source(Source):
         from torchvision.datasets.utils import download_url
 
         url, partial = self.dataset_class.url, staging / self.archive.name
+        said = threading.Timer(SECONDS_BEFORE_A_WORD, self._say, [f"downloading {url} into {self.root}/"])
+        said.start()
         try:
             with _socket_timeout(20):
                 download_url(url, str(staging), self.archive.name, self.dataset_class.tgz_md5)
@@ -174,7 +183,13 @@ class Cifar10Source(Source):
                 f"--data.source cifar10: CIFAR-10 is not under {self.root} and {url} cannot be reached ({error})."
                 f" Put {self.archive.name} into {self.root} by hand, or use --data.source synthetic"
             ) from error
+        finally:
+            said.cancel()
         os.replace(partial, self.archive)
+
+    def _say(self, text: str) -> None:
+        if not (self.quiet or sys.stderr.isatty()):  # on a terminal torchvision shows a bar
+            print(text, file=sys.stderr, flush=True)
 
 
 def _check_md5(path: Path, expected: str, remedy: str) -> None:

@@ -27,7 +27,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -36,13 +36,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
-from torchmetrics import MeanMetric, SumMetric
-from torchmetrics.classification import MulticlassAccuracy
 
 from project.data.augment import mixed, seed_of
-from project.data.batches import IGNORE_INDEX
 from project.errors import RunError, UsageError
 from project.model.dropout import Dropout
+from project.model.evaluation import Evaluation, Findings
 from project.model.schedules import OneCycle
 
 # Attributes of Classifier that change in every step, "_current_fx_name" by Lightning, around every hook.
@@ -98,11 +96,8 @@ class Classifier(LightningModule):
         self.max_grad_norm = max_grad_norm
         self.label_smoothing = label_smoothing
         self.num_classes = num_classes
-        self.val_metrics = _evaluation_metrics(num_classes)
-        self.test_metrics = _evaluation_metrics(num_classes)
-        self.test_class_accuracy = MulticlassAccuracy(
-            num_classes, average=None, ignore_index=IGNORE_INDEX, validate_args=False
-        )
+        self.evaluations = nn.ModuleDict({stage: Evaluation(num_classes) for stage in ("val", "test")})
+        self.findings: dict[str, Findings] = {}  # of the last validation, "val", and test, "test"
         self._window: Tensor | None = None  # [summed loss, correct, images] since the last written point, this rank
         self._window_parts: tuple[Tensor, ...] = ()
         self._uncounted: list[tuple[Tensor, Tensor]] = []  # logits and labels of steps that the window does not count yet
@@ -115,6 +110,7 @@ class Classifier(LightningModule):
         self._generators: list[torch.Generator] = []  # that a step may draw from; empty for all
         self._dropouts: list[Dropout] = []  # to be told of every step
         self._restored: dict[str, Any] = {}
+        self.last_point: dict[str, float] = {}  # the training figures that were written last
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what is known to be no parameter, buffer or module without looking; it happens 40 times a step."""
@@ -163,8 +159,8 @@ class Classifier(LightningModule):
         A network that wants to is shown training images; a checkpoint that is continued comes in after this.
         """
         self._restored = {}
-        for metric in (*self.val_metrics.values(), *self.test_metrics.values(), self.test_class_accuracy):
-            metric.reset()
+        for evaluation in self.evaluations.values():
+            evaluation.reset()  # type: ignore[operator]
         if stage == "fit" and self.trainer.ckpt_path is None and hasattr(self.network, "look_at"):
             data, network = getattr(self.trainer, "datamodule", None), type(self.network).__name__
             if not hasattr(data, "some_training_images"):
@@ -318,7 +314,7 @@ class Classifier(LightningModule):
             self._begin_window(torch.zeros_like(self._window))
             loss, correct, images = total.tolist()  # waits for the GPU
             # step 13: of all ranks, written by rank 0, where alone the loggers write
-            figures = {"train/loss": loss / images, "train/accuracy": correct / images}
+            figures = self.last_point = {"train/loss": loss / images, "train/accuracy": correct / images}
             self._write({**figures, "learning_rate": self._learning_rate}, self.trainer.global_step - 1)
         if is_end_of_epoch(self.trainer):  # for the callbacks, the means of the epoch
             loss, correct, images = self._epoch.tolist()
@@ -328,45 +324,39 @@ class Classifier(LightningModule):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Count one validation batch."""
-        self._evaluate(batch, self.val_metrics)
+        self._evaluate("val", batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Count one test batch, by class too."""
-        logits = self._evaluate(batch, self.test_metrics)
-        self.test_class_accuracy.update(logits, batch[1])
+        """Count one test batch."""
+        self._evaluate("test", batch)
 
     def on_validation_epoch_end(self) -> None:
         """Write the validation figures, summed over all ranks."""
-        self._finish_evaluation("val", self.val_metrics)
+        self._finish_evaluation("val")
 
     def on_test_epoch_end(self) -> None:
         """Write the test figures, summed over all ranks, and each class's accuracy."""
-        self._finish_evaluation("test", self.test_metrics)
-        accuracies = self.test_class_accuracy.compute().tolist()
-        self.test_class_accuracy.reset()
+        self._finish_evaluation("test")
+        accuracies = self.findings["test"].accuracy_by_class
         names = getattr(self.trainer.datamodule, "class_names", None) or range(len(accuracies))
-        by_class = {f"test_accuracy_by_class/{name}": a for name, a in zip(names, accuracies, strict=True)}
+        by_class = {f"test_accuracy_by_class/{name}": a for name, a in zip(names, accuracies, strict=True) if a is not None}
         self._write(by_class, self.trainer.global_step)
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return each class's probability, float32 (B, num_classes)."""
         return self(batch[0]).float().softmax(dim=1)
 
-    def _evaluate(self, batch: tuple[Tensor, Tensor], metrics: nn.ModuleDict) -> Tensor:
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch
-        logits = self(images).float()
-        count = (labels != IGNORE_INDEX).sum()
-        loss = functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-        metrics["loss"].update(loss / count.clamp(min=1), weight=count)
-        metrics["accuracy"].update(logits, labels)
-        metrics["num_images"].update(count)
-        return logits
+        self.evaluations[stage].update(images, self(images).float(), labels)  # type: ignore[operator]
 
-    def _finish_evaluation(self, stage: str, metrics: nn.ModuleDict) -> None:
+    def _finish_evaluation(self, stage: str) -> None:
         # Logged as metric objects, they add up over the ranks what each has counted. Lightning's sync_dist would weigh
         # all ranks equally, whatever they counted.
-        for name, metric in metrics.items():
+        evaluation = self.evaluations[stage]
+        for name, metric in evaluation.figures.items():  # type: ignore[union-attr, operator]
             self.log(f"{stage}/{name}", metric)
+        self.findings[stage] = evaluation.findings()  # type: ignore[operator]
 
     def _write(self, values: dict[str, float], step: int) -> None:
         """Send scalars to the loggers, at an optimizer step counted from 0, as Lightning counts them.
@@ -420,17 +410,3 @@ def is_writing_step(trainer: Trainer, batch_idx: int) -> bool:
     every = trainer.log_every_n_steps  # optimizer steps; 0 for never
     stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
     return (every > 0 and stepped and trainer.global_step % every == 0) or is_end_of_epoch(trainer)
-
-
-def _accuracy(num_classes: int, average: Literal["micro"] | None) -> MulticlassAccuracy:
-    return MulticlassAccuracy(num_classes, average=average, ignore_index=IGNORE_INDEX, validate_args=False)
-
-
-def _evaluation_metrics(num_classes: int) -> nn.ModuleDict:
-    return nn.ModuleDict(
-        {
-            "loss": MeanMetric(nan_strategy=float("nan")),  # a loss that is not a number stays one
-            "accuracy": _accuracy(num_classes, average="micro"),
-            "num_images": SumMetric(),
-        }
-    )

@@ -10,11 +10,11 @@ import warnings
 from collections.abc import Iterable, Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from jsonargparse import Namespace
-from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar as BaseProgressBar
@@ -24,115 +24,22 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from project.data.datamodule import uneven_batch
 from project.errors import UsageError
+from project.run.board import Board
 from project.run.callbacks import ProgressBar, RunRecord
 from project.run.checkpoints import RunCheckpoints
-from project.run.checks import Hardware, check_hardware, nearest
+from project.run.checks import Hardware, check_hardware
 from project.run.exit import LAUNCHED_BY_US
-from project.run.launch import launch, launched_from_outside, meet_again
+from project.run.flags import OWN_FLAGS, SHORT_FLAGS, TrainParser, flag_of
+from project.run.launch import cluster_plugins, launch, launched_from_outside, meet_again
 from project.run.lean import LeanSteps, NoProfiler
 from project.run.memory import keep_freed_memory
 from project.run.notices import Notices
 from project.run.outputs import RunDirectory, RunLogger, SaveConfig, expanded, newest_run, restarted_job
 from project.run.plan import ShowShapes, blank_batch, lacking, plan
-from project.run.resume import Continuation, base_of, check_same, from_path, in_directory
+from project.run.resume import FREE, Continuation, base_of, check_same, from_path, in_directory
 from project.run.signals import stop_signal
 from project.run.storage import DurableCheckpointIO, read_checkpoint
 from project.run.summary import closing_lines, num_replicas, summarise, write_summary
-
-# Flag, the setting it stands for, and what it does in plain words. `--devices 2` and `--trainer.devices 2` are the same.
-SHORT_FLAGS = {
-    "accelerator": ("trainer.accelerator", "what computes: cpu, gpu, or auto for the GPU if there is one"),
-    "devices": ("trainer.devices", "how many GPUs, or how many processes on the CPU; on GPUs also which, as 0,2"),
-    "strategy": (
-        "trainer.strategy",
-        "how devices share the work: ddp, a process for each; dp, one process for all",
-    ),
-    "num_nodes": ("trainer.num_nodes", "how many machines take part"),
-    "precision": ("trainer.precision", "arithmetic: 32-true, or bf16-mixed where the processor has it, for speed"),
-    "max_epochs": ("trainer.max_epochs", "how often every training image is seen"),
-    "batch_size": ("data.batch_size", "images per training step, over all devices together"),
-    "seed": ("seed_everything", "decides initial weights, validation split, order of images and augmentation"),
-    "optimizer": ("model.optimizer", "the optimizer, such as SGD or Adam; its settings as --optimizer.weight_decay"),
-    "lr": ("model.optimizer.lr", "the optimizer's learning rate; with OneCycle, the highest"),
-    "lr_scheduler": ("model.lr_scheduler", "the learning-rate schedule, such as OneCycle; null for a constant rate"),
-}
-OWN_FLAGS: dict[str, tuple[Any, Any, str]] = {
-    "name": (str, "default", "what the run is called: it writes to <log_dir>/<name>/version_<n>"),
-    "log_dir": (str, "logs", "the folder of all runs"),
-    "checkpoint_every": (int, 0, "optimizer steps from one last.ckpt to the next; 0 saves at the end of every epoch"),
-    "compile": (bool, False, "compile the network with torch.compile: half a minute at the start, for speed in a long run"),
-    "resume": (
-        bool | str,
-        False,
-        "go on with the newest run of this name where it stopped, or with a run directory; a checkpoint begins a new run",
-    ),
-    "explain": (bool, False, "say what the command would do, show one forward pass, and train nothing"),
-}
-
-
-# How jsonargparse says that a YAML file or a flag has a key it does not know: its group, where it names one, and the key.
-UNKNOWN_SETTING = (
-    r"""(?:Group '(\w+)' does not accept option|Key|Option) ["']([\w.]+)["'](?: is not (?:expected|accepted)|$)"""
-)
-
-
-class FlagParser(LightningArgumentParser):
-    """Lightning's parser, with the short flags, and errors that are one line and name what was probably meant."""
-
-    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
-        """Parse after spelling the short flags out."""
-        given = sys.argv[1:] if args is None else args
-        spelt_out = [self._long_form(arg) for arg in given]
-        for place, arg in enumerate(spelt_out):
-            if arg == "--resume" and (place + 1 == len(spelt_out) or spelt_out[place + 1].startswith("-")):
-                spelt_out[place] = "--resume=true"
-        return super().parse_args(spelt_out, *more, **kwargs)
-
-    def format_help(self, *args: Any) -> str:
-        """Put the short flags first."""
-        usage, _, rest = super().format_help(*args).partition("options:")
-        flags = {flag: text for flag, (_, text) in SHORT_FLAGS.items()} | {f: text for f, (*_, text) in OWN_FLAGS.items()}
-        width = max(map(len, flags)) + 4
-        lines = [f"  --{flag:<{width}}{text}" for flag, text in flags.items()]
-        return "\n".join([f"{usage}flags:", *lines, "", "everything else:"]) + rest
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise a UsageError of one line."""
-        text = " ".join(message.split())
-        if unknown := re.match(r"unrecognized arguments: (--?[^\s=]+)", text):
-            raise UsageError(self._unknown(unknown[1], "flag", self._flags())) from ex
-        if unknown := re.search(UNKNOWN_SETTING, text):
-            settings = list(self.get_defaults(skip_validation=True).keys())
-            ends = [setting.rpartition(".")[2] for setting in settings]
-            group = f"{unknown[1]}." if unknown[1] else ""
-            raise UsageError(self._unknown(group + unknown[2], "setting", settings + ends)) from ex
-        text = re.sub(r'^Parser key "([\w.]+)":', r"--\1:", text)
-        if choices := re.findall(r"Literal\[(.*?)\]", text):
-            names = dict.fromkeys(name.strip(" '") for names in choices for name in names.split(","))
-            given = text.rpartition("value: ")[2]
-            hint = nearest(given, names)
-            text = f"{text.partition(':')[0]} {given} is not one of {', '.join(names)}"
-            text += f"; did you mean {hint}?" if hint else ""
-        if wrong := re.search(r"Expected a dot import path string: (--\S+ .+)", text):
-            text = f"{wrong[1]} is not a value that it can have"
-        elif missing := re.search(r"Expected a dot import path string: (\S+)", text):
-            text = f"{text.partition(':')[0]} {missing[1]} is not a class that can be imported; check its name"
-        text = re.sub(r"Expected an? <class '(\w+)'>\. Got value: (.*)", r"expected \1, got \2", text)
-        raise UsageError(text) from ex
-
-    @staticmethod
-    def _long_form(arg: str) -> str:
-        match = re.match(r"--(\w+)(.*)", arg, re.DOTALL)
-        return f"--{SHORT_FLAGS[match[1]][0]}{match[2]}" if match and match[1] in SHORT_FLAGS else arg
-
-    def _flags(self) -> list[str]:
-        long_forms = [option for action in self._actions for option in action.option_strings]
-        return [*(f"--{short}" for short in SHORT_FLAGS), *long_forms]
-
-    @staticmethod
-    def _unknown(word: str, what: str, known: Iterable[str]) -> str:
-        hint = nearest(word, known)
-        return f"{word} is not a {what}" + (f"; did you mean {hint}?" if hint else "; --help lists them")
 
 
 class TrainCLI(LightningCLI):
@@ -166,7 +73,7 @@ class TrainCLI(LightningCLI):
             save_config_callback=SaveConfig,
             trainer_defaults={"max_epochs": 10, "use_distributed_sampler": False, "enable_model_summary": False},
             seed_everything_default=0,
-            parser_class=FlagParser,
+            parser_class=TrainParser,
             parser_kwargs={
                 "allow_abbrev": False,  # `--max_epoch` is a mistake to point out, not to guess at
                 "usage": "train.py [--config FILE] [flags]",
@@ -261,6 +168,9 @@ class TrainCLI(LightningCLI):
                 f"--trainer.overfit_batches {trainer.overfit_batches} would replace the sampler; use"
                 " --trainer.limit_train_batches, with --data.shift 0 --data.flip false"
             )
+        _check_rate_finder(trainer.callbacks)
+        if self.config.quiet and not self.config.explain:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
         by_name = isinstance(trainer.strategy, str)
         if self.config.explain and not (by_name and isinstance(trainer.accelerator, str)):
             raise UsageError("--explain: give --strategy and --accelerator by name")
@@ -294,6 +204,8 @@ class TrainCLI(LightningCLI):
             raise UsageError(" ".join(str(error).split())) from error
         if self.hardware is not None and not self.hardware.on_gpu and self._is_command:
             keep_freed_memory(sum(p.numel() * p.element_size() for p in self.model.parameters()))
+        if self.config.quiet:
+            self.datamodule.quiet = True  # type: ignore[attr-defined]
         if self.config.compile and not self.config.explain:
             getattr(self.model, "network", self.model).compile()  # in place: no name in the state_dict changes
 
@@ -313,7 +225,8 @@ class TrainCLI(LightningCLI):
         self.checkpoints = RunCheckpoints(self.config.checkpoint_every, warnings=self.notices.messages)
         self.checkpoints.resumed_from = self.resume_from
         self.checkpoints.in_place = self.continuation.run is not None
-        kwargs["callbacks"] = [*_as_list(config.callbacks), self.record, LeanSteps()]
+        board = Board(self.record, self.run_directory)
+        kwargs["callbacks"] = [*_as_list(config.callbacks), self.record, board, LeanSteps()]
         if config.enable_checkpointing is not False:
             kwargs["callbacks"].append(self.checkpoints)
         self._say_what_it_resumes()
@@ -321,13 +234,12 @@ class TrainCLI(LightningCLI):
             stop_signal.otherwise = "ended; a strategy that spawns saves nothing on a signal: see --checkpoint_every"
             _ = self.run_directory.path  # before the processes of fit and those of test each make one
         kwargs["plugins"] = [*_as_list(config.plugins), DurableCheckpointIO()]
-        if SLURMEnvironment.detect() and not any(isinstance(p, ClusterEnvironment) for p in kwargs["plugins"]):
-            # Lightning's own checkpoint for a requeued job would be taken up by every other run of the same log_dir.
-            kwargs["plugins"].append(SLURMEnvironment(auto_requeue=False))
+        if not any(isinstance(p, ClusterEnvironment) for p in kwargs["plugins"]):
+            kwargs["plugins"] += cluster_plugins()
         bar = config.enable_progress_bar
-        kwargs["enable_progress_bar"] = sys.stdout.isatty() if bar is None else bar
+        kwargs["enable_progress_bar"] = sys.stdout.isatty() if bar is None else bar and not self.config.quiet
         if kwargs["enable_progress_bar"] and not any(isinstance(c, BaseProgressBar) for c in kwargs["callbacks"]):
-            kwargs["callbacks"].append(ProgressBar())
+            kwargs["callbacks"].append(ProgressBar(self.record))
         if config.profiler is None:
             kwargs["profiler"] = NoProfiler()
         if config.default_root_dir is None:
@@ -446,7 +358,7 @@ class TrainCLI(LightningCLI):
     def _write_hparams(self, summary: dict[str, Any]) -> None:
         config = self.config.clone()
         config.data.source = summary["dataset"]
-        settings = vars(config.as_flat())
+        settings = {name: value for name, value in vars(config.as_flat()).items() if name not in FREE and value is not None}
         metrics = {
             f"hparams/{name}": summary[name]
             for name in ("val_accuracy", "test_accuracy", "test_loss")
@@ -458,14 +370,14 @@ class TrainCLI(LightningCLI):
                 logger.save()
 
 
-def flag_of(name: str, given: Sequence[str]) -> list[str]:
-    """Return a flag and its value as they stand on a command line; nothing where they do not."""
-    for place, arg in enumerate(given):
-        if arg.startswith(f"--{name}="):
-            return [arg]
-        if arg == f"--{name}":
-            return [arg, *(value for value in given[place + 1 : place + 2] if not value.startswith("-"))]
-    return []
+def _check_rate_finder(callbacks: Any) -> None:
+    for callback in _as_list(callbacks):
+        finds = str(callback.get("class_path", "")).endswith(".LearningRateFinder") if hasattr(callback, "get") else False
+        if finds and (callback.get("init_args") or {}).get("update_attr", True):
+            raise UsageError(
+                "--trainer.callbacks LearningRateFinder would set a rate that the schedule then replaces; add"
+                " --trainer.callbacks.update_attr=false, read what it suggests in TensorBoard, and give that to --lr"
+            )
 
 
 def _check_compiler() -> None:

@@ -26,6 +26,8 @@ def exit_codes() -> Iterator[None]:
     can say which rank failed first. Under our own launcher that is all it says; otherwise it prints it too.
     """
     stop_signal.install()
+    if "--quiet" in sys.argv or not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries, which would fill a log with control characters
     try:
         yield
         stop_signal.done()

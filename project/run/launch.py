@@ -62,6 +62,14 @@ def launched_from_outside() -> bool:
     return "LOCAL_RANK" in os.environ or any(cluster.detect() for cluster in clusters)
 
 
+def cluster_plugins() -> list[SLURMEnvironment]:
+    """Return what a Trainer must be told of the cluster: under Slurm, that it leaves requeuing to us.
+
+    Lightning's own checkpoint for a requeued job would be taken up by every other run of the same log_dir.
+    """
+    return [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
+
+
 def meet_again() -> TCPStore | None:
     """After a restart by torchrun, open a new store for the ranks to find each other by; return rank 0's, to be kept.
 

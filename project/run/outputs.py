@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,16 @@ class RunLogger(TensorBoardLogger):
     def __init__(self, run: RunDirectory) -> None:
         super().__init__(str(run.log_dir), name=run.name, default_hp_metric=False, flush_secs=10)
         self.run = run
+        self._step_of_epoch = -1
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Write scalars; which epoch it is, as Lightning adds to each lot of them, once a step, with those of training."""
+        if "epoch" in metrics and step is not None:
+            if step == self._step_of_epoch or any(name.startswith(("val", "test")) for name in metrics):
+                metrics = {name: value for name, value in metrics.items() if name != "epoch"}
+            self._step_of_epoch = step
+        super().log_metrics(metrics, step)
 
     @property
     def log_dir(self) -> str:
@@ -207,7 +218,7 @@ class SaveConfig(SaveConfigCallback):
 
     def _as_yaml(self, trainer: Trainer) -> str:
         config = self.config.clone()
-        config.resume = config.explain = False  # they are this command's, not the run's
+        config.resume = config.explain = config.quiet = False  # they are this command's, not the run's
         if "source" in config.data:
             config.data.source = trainer.datamodule.resolved_source  # type: ignore[attr-defined]
         return self.parser.dump(config, skip_unset=False)

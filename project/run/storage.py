@@ -39,8 +39,8 @@ class DurableCheckpointIO(TorchCheckpointIO):
             raise
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint from a path on disk, whatever `weights_only` says."""
-        return read_checkpoint(path, map_location)
+        """Read a checkpoint from a path on disk, whatever `weights_only` says, into main memory unless told otherwise."""
+        return read_checkpoint(path, "cpu" if map_location is None else map_location)
 
 
 def write_durably(path: Path, write: Callable[[Any], None], previous: Path | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from project.run.callbacks import RunRecord
 from project.run.checkpoints import RunCheckpoints
 from project.run.outputs import RunDirectory
 from project.run.storage import write_durably
+
+MOST_LINES = 12  # of the closing summary
 
 
 def versions() -> dict[str, str]:
@@ -85,11 +88,11 @@ def write_summary(summary: dict[str, Any], folder: Path) -> None:
 
 
 def closing_lines(summary: dict[str, Any], devices: int, run: RunDirectory) -> list[str]:
-    """Return the summary in words, and what to type next."""
+    """Return the summary in words, and what to type next: at most 12 lines."""
     s = summary
     where = f"{devices} x {s['accelerator']} ({s['strategy']})"
-    lines = [f"warning: {text}" for text in s["warnings"]]
-    lines += [
+    checkpoint = s["best_checkpoint"] or s["last_checkpoint"]
+    lines = [
         f"data      {s['dataset']}: {s['num_train_images']:,} training, {s['num_val_images']:,} validation, "
         f"{s['num_test_images']:,} test images",
         f"trained   {s['epochs']} epochs, {s['optimizer_steps']:,} steps of {s['global_batch_size']} images on {where}: "
@@ -105,9 +108,19 @@ def closing_lines(summary: dict[str, Any], devices: int, run: RunDirectory) -> l
             f"on {s['num_test_images_counted']:,} images, "
             + ("each counted once" if s["num_test_images_counted"] == s["num_test_images"] else "as limited")
         )
-    lines += [
-        f"saved     {s['best_checkpoint'] or s['last_checkpoint'] or 'no checkpoint'}",
-        f"run       {run.path}",
-        f"next      tensorboard --logdir {run.log_dir}",
-    ]
+    lines += [f"saved     {checkpoint or 'no checkpoint'}", f"run       {run.path}"]
+    following = [f"tensorboard --logdir {shlex.quote(str(run.log_dir))}"]
+    if checkpoint:
+        path = shlex.quote(checkpoint)
+        following += [f"python scripts/evaluate.py {path}", f"python scripts/predict.py {path} IMAGE_OR_FOLDER"]
+        following += [f"python scripts/export.py {path}"]
+    lines += [f"{'next' if number == 0 else '':<10}{command}" for number, command in enumerate(following)]
+    return _first(s["warnings"], MOST_LINES - len(lines)) + lines
+
+
+def _first(warnings: list[str], most: int) -> list[str]:
+    """Return so many lines of warnings; the last says how many more there are."""
+    lines = [f"warning: {text}" for text in warnings]
+    if len(lines) > most:
+        lines[most - 1 :] = [f"warning: and {len(lines) - most + 1} more, above and in summary.json"]
     return lines

@@ -1,0 +1,200 @@
+"""What TensorBoard shows of a run besides its curves: pictures, the network's graph, the configuration and the command."""
+
+import shlex
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.profilers import PassThroughProfiler
+from torch import Tensor, nn
+
+from project.model.classifier import is_writing_step
+from project.model.evaluation import Findings
+from project.run.callbacks import RunRecord
+from project.run.drawing import captioned, confusion_matrix
+from project.run.outputs import RunDirectory
+from project.run.summary import versions
+
+IMAGES_SHOWN = 32  # of a training batch
+
+
+class Board(Callback):
+    """Show what a person looks at beside the curves; between the ends of epochs it costs nothing.
+
+    A training batch as the network sees it, and the network's graph, with the first point of the run; the confusion matrix
+    and the worst mistakes of every validation and of the test; what was run, and with which settings.
+
+    Args:
+        record: Its clocks stand still meanwhile.
+        run: The run directory, whose config.yaml is shown; None for none.
+    """
+
+    def __init__(self, record: RunRecord, run: RunDirectory | None = None) -> None:
+        self.record = record
+        self.run = run
+        self._shown = False  # the first batch and the graph
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add what a run that is continued need not show again."""
+        checkpoint["board"] = {"shown": self._shown}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Go on from there."""
+        if trainer.state.fn == "fit":
+            self._shown = checkpoint.get("board", {}).get("shown", False)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write down what is run, and what a learning-rate finder has found."""
+        about = "  \n".join(f"{name} {version}" for name, version in versions().items())
+        places = f"{trainer.world_size} x {trainer.strategy.root_device.type}"
+        step = trainer.global_step
+        send_text(trainer.loggers, "command", f"`{shlex.join(sys.argv)}`\n\n{places}  \n{about}", step)
+        if trainer.is_global_zero and self.run is not None and (settings := self.run.path / "config.yaml").exists():
+            send_text(trainer.loggers, "configuration", f"```yaml\n{settings.read_text()}```", step)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, LearningRateFinder) and callback.optimal_lr is not None and step == 0:
+                _send_rates(trainer.loggers, callback.optimal_lr)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Show the batch of the first point, and the network."""
+        if self._shown or not is_writing_step(trainer, batch_idx):
+            return
+        self._shown = True
+        if trainer.is_global_zero:
+            with self.record.paused():
+                step, network = trainer.global_step - 1, getattr(pl_module, "network", None)
+                if _picture_loggers(trainer.loggers) and (picture := _batch(trainer, batch)) is not None:
+                    send_picture(trainer.loggers, "train/batch", picture, step)
+                if network is not None:
+                    _send_graph(trainer.loggers, network, batch[0][:1].to(pl_module.dtype))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show what the validation found."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            with self.record.paused():
+                self._show_findings(trainer, pl_module, "val", trainer.global_step - 1)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show what the test found."""
+        self._show_findings(trainer, pl_module, "test", trainer.global_step)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write down what a profiler has measured."""
+        profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+        if not isinstance(profiler, PassThroughProfiler) and trainer.is_global_zero and (text := profiler.summary()):
+            send_text(trainer.loggers, "profiler", f"```\n{text.strip()}\n```", trainer.global_step)
+
+    @staticmethod
+    def _show_findings(trainer: Trainer, pl_module: LightningModule, stage: str, step: int) -> None:
+        findings: Findings | None = getattr(pl_module, "findings", {}).get(stage)
+        if findings is None or not trainer.is_global_zero or not _picture_loggers(trainer.loggers):
+            return
+        names = class_names(trainer, len(findings.images_by_class))
+        if findings.confusion is not None:
+            total, right = int(findings.confusion.sum()), int(findings.confusion.diagonal().sum())
+            title = f"{stage}: {right:,} of {total:,} right; rows true, columns predicted"
+            send_picture(
+                trainer.loggers, f"{stage}/confusion_matrix", confusion_matrix(findings.confusion, names, title), step
+            )
+        wrong = findings.mistakes
+        if len(wrong.labels):
+            captions = [
+                (f"{names[predicted]} {confidence:.3f}", f"true: {names[label]}")
+                for predicted, confidence, label in zip(
+                    wrong.predicted.tolist(), wrong.confidences.tolist(), wrong.labels.tolist(), strict=True
+                )
+            ]
+            picture = captioned(pixels_of(trainer, wrong.images), captions, f"{stage}: the surest mistakes")
+            send_picture(trainer.loggers, f"{stage}/worst_mistakes", picture, step)
+
+
+def class_names(trainer: Trainer, count: int) -> list[str]:
+    """Return the names of the classes, or their numbers where the data module does not tell."""
+    return list(getattr(trainer.datamodule, "class_names", None) or map(str, range(count)))  # type: ignore[attr-defined]
+
+
+def pixels_of(trainer: Trainer, images: Tensor) -> Tensor:
+    """Return the pixels, uint8 (N, 3, H, W), of what the network saw, float (N, 3, H, W)."""
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    mean, std = (torch.tensor(getattr(data, name, [other] * 3)) for name, other in (("mean", 0.0), ("std", 1.0)))
+    shown = images.cpu().float() * std[:, None, None] + mean[:, None, None]
+    return (shown * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+def send_picture(loggers: Sequence[Logger], tag: str, picture: np.ndarray, step: int) -> None:
+    """Send a picture, uint8 (H, W, 3), to every logger that takes some."""
+    for logger in _picture_loggers(loggers):
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_image(tag, picture, step, dataformats="HWC")
+        else:
+            logger.log_image(tag, [picture], step=step)  # type: ignore[attr-defined]
+
+
+def send_text(loggers: Sequence[Logger], tag: str, text: str, step: int) -> None:
+    """Send text, Markdown, to every TensorBoard logger."""
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_text(tag, text, step)
+
+
+def _picture_loggers(loggers: Sequence[Logger]) -> list[Logger]:
+    return [logger for logger in loggers if isinstance(logger, TensorBoardLogger) or hasattr(logger, "log_image")]
+
+
+def _batch(trainer: Trainer, batch: Any) -> np.ndarray | None:
+    images, labels = batch
+    if images.dim() != 4 or images.shape[1] != 3:
+        return None
+    names = class_names(trainer, int(labels.max()) + 1)
+    captions = [[names[label]] for label in labels[:IMAGES_SHOWN].tolist()]
+    return captioned(pixels_of(trainer, images[:IMAGES_SHOWN]), captions, "as the network sees them", side=96)
+
+
+def _send_graph(loggers: Sequence[Logger], network: nn.Module, images: Tensor) -> None:
+    """Send the network's graph to every TensorBoard logger, as torch traces it with images, float (B, 3, H, W)."""
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            with _evaluating(network), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the tracer, about what it takes for constant
+                try:
+                    plain = copy(network)  # the same parts, without what torch.compile has made, which cannot be traced
+                    logger.experiment.add_graph(plain, images)
+                except Exception as error:  # a network that cannot be traced is one that can be trained
+                    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                    failed = f"TensorBoard has no graph of the network, which torch.jit.trace cannot follow ({reason[:200]})"
+                else:
+                    continue
+            warnings.warn(failed, stacklevel=2)
+
+
+@contextmanager
+def _evaluating(network: nn.Module) -> Iterator[None]:
+    """Leave running averages and random numbers alone meanwhile."""
+    training = [module for module in network.modules() if module.training]
+    network.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _send_rates(loggers: Sequence[Logger], found: Any) -> None:
+    rates, losses = found.results["lr"], found.results["loss"]
+    for logger in loggers:
+        for step, (rate, loss) in enumerate(zip(rates, losses, strict=False)):
+            logger.log_metrics({"lr_finder/learning_rate": rate, "lr_finder/loss": loss}, step)
+    suggested = found.suggestion()
+    words = "no suggestion: too few points" if suggested is None else f"suggested learning rate: {suggested:g}"
+    send_text(loggers, "lr_finder", words, 0)

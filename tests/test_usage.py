@@ -1,0 +1,31 @@
+"""How busy and how full the devices are."""
+
+import time
+
+import pytest
+import torch
+
+from project.run.usage import DeviceUse, resident_bytes
+
+CPU = [torch.device("cpu")]
+
+
+def test_a_busy_process_uses_what_it_got_of_a_core_and_a_sleeping_one_none() -> None:
+    use, start = DeviceUse(CPU), time.perf_counter()
+    end = time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+    percent, seconds = use.since_last()[0], time.perf_counter() - start  # less than one core where others are at work
+    assert percent == pytest.approx(100 * 0.3 / seconds, rel=0.2)
+    time.sleep(0.3)
+    assert use.since_last()[0] < 20
+
+
+def test_memory_is_what_is_resident() -> None:
+    use = DeviceUse(CPU)
+    before = resident_bytes()
+    block = torch.ones(64 * 2**20, dtype=torch.uint8)
+    grown = resident_bytes() - before
+    assert 60 * 2**20 < grown < 80 * 2**20
+    assert abs(use.since_last()[1] * 2**20 - resident_bytes()) < 2**20
+    assert len(block) == 64 * 2**20
