@@ -124,6 +124,8 @@ def test_a_folder_of_class_folders_needs_no_test_folder(run: Run, tmp_path: Path
         (["{run}", "--devics", "2"], "--devics is not a flag; did you mean --devices?"),
         (["{run}", "--devices", "none"], "--devices none: on the CPU this is the number of processes"),
         (["{run}", "--plot", "a.jpg"], "--plot a.jpg must end with .png"),
+        (["{run}", "--json", "/dev/null"], "--json /dev/null is no file but a device or a pipe"),
+        (["{run}", "--json", "."], "--json . is a folder; give the name of a file"),
         (["{run}", "--json", "/proc/none/a.json"], "--json /proc/none/a.json: its folder cannot be made"),
         (["{run}", "--data.source", "folder", "--data.root", "none"], "--data.root none does not exist"),
         (

@@ -15,8 +15,10 @@ from tests.conftest import ROOT, python
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(language: str, heading: str = "") -> list[str]:
+    """The blocks of a language, in the whole text or below one heading."""
+    section = README.partition(f"\n## {heading}\n")[2].partition("\n## ")[0] if heading else README
+    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
 
 
 @pytest.fixture
@@ -55,7 +57,8 @@ def test_its_first_command_trains_within_three_minutes(clone: Path) -> None:
 
 @pytest.mark.slow
 def test_its_python_program_runs(clone: Path) -> None:
-    (clone / "own.py").write_text(f"{blocks('python')[0]}\nprint('trained')\n")
+    (program,) = blocks("python", "What is where")
+    (clone / "own.py").write_text(f"{program}\nprint('trained')\n")
     result = python("own.py", cwd=clone, timeout=400, OMP_NUM_THREADS="")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("trained") == 2  # once in each process

@@ -362,3 +362,10 @@ def test_offline_cifar10_says_what_to_do_and_auto_says_what_it_does(
     data.setup()
     assert data.resolved_source == "synthetic"
     assert "disc" in data.class_names
+
+
+def test_a_postscript_file_is_refused_and_not_run(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "picture.eps")
+    (tmp_path / "picture.eps").rename(tmp_path / "picture.png")
+    with pytest.raises(UsageError, match="PostScript is a program"):
+        read_image(tmp_path / "picture.png", 8)

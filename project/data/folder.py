@@ -138,6 +138,8 @@ def read_image(path: Path, size: int) -> np.ndarray:
     """
     try:
         with Image.open(path) as file:
+            if file.format == "EPS":
+                raise ValueError("PostScript is a program, which Pillow would have Ghostscript run")
             image = ImageOps.exif_transpose(file)
             if image.mode[0] in "IF":  # 16 or 32 bits a pixel; `convert` would clip them
                 image = Image.fromarray(_eight_bits(image))

@@ -75,6 +75,8 @@ class SpeedNet(nn.Module):
         if self.unsure_below == 1:
             return self._average(images, logits)
         unsure = logits.softmax(dim=1).amax(dim=1) < self.unsure_below
+        if torch.compiler.is_exporting():  # what a program does cannot depend on the images: all are looked at
+            return torch.where(unsure[:, None], self._average(images, logits), logits)
         if unsure.any():
             logits[unsure] = self._average(images[unsure], logits[unsure])
         return logits

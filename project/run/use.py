@@ -113,8 +113,9 @@ def check_output(flag: str, path: str | None, suffixes: Sequence[str] = ()) -> P
     file = Path(path).expanduser()
     if suffixes and file.suffix.lower() not in suffixes:
         raise UsageError(f"--{flag} {path} must end with {' or '.join(suffixes)}")
-    if file.is_dir():
-        raise UsageError(f"--{flag} {path} is a folder; give the name of a file")
+    if file.exists() and not file.is_file():
+        what = "a folder" if file.is_dir() else "no file but a device or a pipe, which would be replaced"
+        raise UsageError(f"--{flag} {path} is {what}; give the name of a file")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
