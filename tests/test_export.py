@@ -199,7 +199,7 @@ def narrow(**settings: Any) -> ConvNet:
     return ConvNet((4, 4, 8, 8, 8, 8), 16, **settings)
 
 
-@pytest.mark.parametrize("to", ["torch", "onnx"])
+@pytest.mark.parametrize("to", ["torch", pytest.param("onnx", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("unsure_below", [0.0, 0.5, 1.0])
 def test_a_network_that_looks_again_where_it_is_unsure_exports_what_it_computes(
     to: str, unsure_below: float, tmp_path: Path

@@ -71,6 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_counting_its_labels_gives_the_accuracy_of_training_and_of_evaluate_on_one_process_and_on_two(
     folder: Path, run: Run
 ) -> None:

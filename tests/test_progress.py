@@ -58,7 +58,7 @@ COLOUR = r"\x1b\[[0-9;]*(?:[34]8;|[39][0-7])[0-9;]*m"
 SHORT = ["--data.source", "synthetic", "--max_epochs", "2", "--trainer.limit_train_batches", "7"]
 
 
-@pytest.mark.parametrize("colourless", ["", "1"])
+@pytest.mark.parametrize("colourless", ["", pytest.param("1", marks=pytest.mark.slow)])
 def test_on_a_terminal_it_counts_to_the_last_batch_and_shows_the_figures(colourless: str, tmp_path: Path) -> None:
     if colourless:
         output = on_a_terminal(*SHORT, "--log_dir", tmp_path, NO_COLOR="1")

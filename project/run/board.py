@@ -75,7 +75,7 @@ class Board(Callback):
                 step, network = trainer.global_step - 1, getattr(pl_module, "network", None)
                 if _picture_loggers(trainer.loggers) and (picture := _batch(trainer, batch)) is not None:
                     send_picture(trainer.loggers, "train/batch", picture, step)
-                if network is not None:
+                if isinstance(network, nn.Module) and isinstance(batch[0], Tensor):
                     _send_graph(trainer.loggers, network, batch[0][:1].to(pl_module.dtype))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -152,8 +152,10 @@ def _picture_loggers(loggers: Sequence[Logger]) -> list[Logger]:
 
 
 def _batch(trainer: Trainer, batch: Any) -> np.ndarray | None:
-    images, labels = batch
-    if images.dim() != 4 or images.shape[1] != 3:
+    images, labels, *_ = batch
+    if not (isinstance(images, Tensor) and images.dim() == 4 and images.shape[1] == 3):  # a module of the user's
+        return None
+    if not (isinstance(labels, Tensor) and labels.dim() == 1 and labels.dtype == torch.int64):
         return None
     names = class_names(trainer, int(labels.max()) + 1)
     captions = [[names[label]] for label in labels[:IMAGES_SHOWN].tolist()]

@@ -255,8 +255,8 @@ class ProgressBar(RichProgressBar):
                 shown["images/s"] = f"{self.record.images_per_second:,.0f}"
             if (left := self.record.seconds_left(trainer)) is not None:
                 shown["left"] = clock(left)
-        logged = {name: value.item() for name, value in trainer.progress_bar_metrics.items()}  # by a module of the user's
-        return shown | logged
+        logged: dict[str, Any] = trainer.progress_bar_metrics  # by a module of the user's
+        return shown | {name: v.item() if isinstance(v, torch.Tensor) else v for name, v in logged.items()}
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Draw it, when it is time, or the epoch's last."""

@@ -113,7 +113,6 @@ def closing_lines(summary: dict[str, Any], devices: int, run: RunDirectory) -> l
     if checkpoint:
         path = shlex.quote(checkpoint)
         following += [f"python scripts/evaluate.py {path}", f"python scripts/predict.py {path} IMAGE_OR_FOLDER"]
-        following += [f"python scripts/export.py {path}"]
     lines += [f"{'next' if number == 0 else '':<10}{command}" for number, command in enumerate(following)]
     return _first(s["warnings"], MOST_LINES - len(lines)) + lines
 
