@@ -85,7 +85,12 @@ def test_one_directory_whatever_the_number_of_processes(run: Run) -> None:
 def test_the_terminal_shows_the_figures_in_words_and_nothing_else(run: Run) -> None:
     lines = run.output.splitlines()
     assert len(lines) == len(set(lines)) <= 12
-    assert "tensorboard --logdir logs" in lines[-1]
+    assert lines[-3] == "next      tensorboard --logdir logs"
+    best = run.summary["best_checkpoint"]
+    assert [line.split() for line in lines[-2:]] == [
+        ["python", "scripts/evaluate.py", best],
+        ["python", "scripts/predict.py", best, "IMAGE_OR_FOLDER"],
+    ]
     assert f"accuracy {run.summary['test_accuracy']:.4f}" in run.output
     assert f"accuracy {run.summary['val_accuracy']:.4f}" in run.output
     assert not re.search("tip|litlogger|\x1b", run.output + run.errors, re.IGNORECASE)
