@@ -71,3 +71,9 @@ def test_a_png_file_holds_the_same_pixels(tmp_path) -> None:  # type: ignore[no-
     picture = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
     (tmp_path / "p.png").write_bytes(as_png(picture))
     assert np.array_equal(np.asarray(Image.open(tmp_path / "p.png")), picture)
+
+
+def test_of_no_images_there_is_the_title_alone() -> None:
+    picture = captioned(torch.zeros(0, 3, 4, 4, dtype=torch.uint8), [], "no mistakes")
+    assert picture.shape[0] < 50 < picture.shape[1]
+    assert (picture < 100).any()

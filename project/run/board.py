@@ -107,15 +107,15 @@ class Board(Callback):
                 trainer.loggers, f"{stage}/confusion_matrix", confusion_matrix(findings.confusion, names, title), step
             )
         wrong = findings.mistakes
-        if len(wrong.labels):
-            captions = [
-                (f"{names[predicted]} {confidence:.3f}", f"true: {names[label]}")
-                for predicted, confidence, label in zip(
-                    wrong.predicted.tolist(), wrong.confidences.tolist(), wrong.labels.tolist(), strict=True
-                )
-            ]
-            picture = captioned(pixels_of(trainer, wrong.images), captions, f"{stage}: the surest mistakes")
-            send_picture(trainer.loggers, f"{stage}/worst_mistakes", picture, step)
+        captions = [
+            (f"{names[predicted]} {confidence:.3f}", f"true: {names[label]}")
+            for predicted, confidence, label in zip(
+                wrong.predicted.tolist(), wrong.confidences.tolist(), wrong.labels.tolist(), strict=True
+            )
+        ]
+        title = f"{stage}: the surest mistakes" if captions else f"{stage}: no mistakes"
+        picture = captioned(pixels_of(trainer, wrong.images), captions, title)
+        send_picture(trainer.loggers, f"{stage}/worst_mistakes", picture, step)
 
 
 def class_names(trainer: Trainer, count: int) -> list[str]:

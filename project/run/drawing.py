@@ -61,7 +61,7 @@ def captioned(images: Tensor, captions: Sequence[Sequence[str]], title: str = ""
     """Draw images in a grid, with lines of text below each.
 
     Args:
-        images: uint8 (N, 3, H, W), N at least 1.
+        images: uint8 (N, 3, H, W); of none there is the title alone.
         captions: The lines of each.
         title: Stands above them.
         side: Pixels that the longer side of an image is shown at.
@@ -69,7 +69,7 @@ def captioned(images: Tensor, captions: Sequence[Sequence[str]], title: str = ""
     Returns:
         uint8 (H, W, 3).
     """
-    columns = min(len(images), 8 if len(images) > 16 else 4)
+    columns = max(1, min(len(images), 8 if len(images) > 16 else 4))
     rows = -(-len(images) // columns)
     lines = max(map(len, captions), default=0)
     gap, line, top = 10, 16, 34
