@@ -24,7 +24,6 @@ from tests.browser import CHROMIUM, Browser
 from tests.conftest import ROOT, Run, clean_environment
 
 SCREENSHOTS = ROOT / "tests" / "screenshots"  # kept, to be looked at
-PICTURES = ["train/batch", "val/confusion_matrix", "val/worst_mistakes", "test/confusion_matrix", "test/worst_mistakes"]
 
 
 def values(folder: Path) -> Iterator[tuple[int, Any]]:

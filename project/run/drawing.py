@@ -92,7 +92,7 @@ def captioned(images: Tensor, captions: Sequence[Sequence[str]], title: str = ""
 def as_png(picture: np.ndarray) -> bytes:
     """Return a picture, uint8 (H, W, 3), as the contents of a PNG file."""
     file = BytesIO()
-    Image.fromarray(picture).save(file, "PNG")
+    Image.fromarray(picture).save(file, "PNG", compress_level=1)  # a third of the time of 6, a sixth larger
     return file.getvalue()
 
 
