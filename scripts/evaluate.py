@@ -23,6 +23,7 @@ def main() -> None:
     from project.model.classifier import Classifier
     from project.run.drawing import as_png, confusion_matrix
     from project.run.evaluate import as_lines, data_settings, evaluate, of_other_images
+    from project.run.flags import flag_of
     from project.run.storage import write_durably
     from project.run.trained import checkpoint_in, load_trained
     from project.run.use import UseParser, check_output, make_trainer, start
@@ -37,10 +38,10 @@ def main() -> None:
     path = checkpoint_in(parser.parse_args().ckpt)
     settings, class_names, precision = data_settings(path)
     flags = parser.parse_args_with({f"data.{name}": value for name, value in settings.items()})
-    json_file, plot_file = check_output("json", flags.json), check_output("plot", flags.plot, [".png"])
+    json_file, plot_file = check_output("json", flags.json, ".json"), check_output("plot", flags.plot, ".png")
     hardware, notices = start(flags)
 
-    settings = of_other_images({**settings, **flags.data}, class_names)
+    settings = of_other_images({**settings, **flags.data}, class_names, flag_of("data.root", sys.argv))
     trained = load_trained(path)
     trainer = make_trainer(flags, hardware, flags.precision or precision)
     module = Classifier(trained.network, num_classes=len(class_names))

@@ -42,7 +42,7 @@ def main() -> None:
         raise UsageError(f"--top {flags.top} must be from 1 to {len(class_names)}, the number of classes")
     if flags.batch_size < 1:
         raise UsageError(f"--batch_size {flags.batch_size} must be at least 1")
-    csv_file, json_file = check_output("csv", flags.csv), check_output("json", flags.json)
+    csv_file, json_file = check_output("csv", flags.csv, ".csv"), check_output("json", flags.json, ".json")
     hardware, _ = start(flags)
 
     trained = load_trained(path)

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from project.run.board import pixels_of, send_picture, send_text
+from project.run.board import _send_graph, pixels_of, send_picture, send_text
 from tests.browser import CHROMIUM, Browser
 from tests.conftest import ROOT, Run, clean_environment
 
@@ -104,6 +104,21 @@ def test_pictures_go_to_every_logger_that_takes_them(tmp_path: Path) -> None:
         ("a/picture", 7),
         ("words/text_summary", 3),
     }
+
+
+def test_a_network_that_cannot_be_traced_is_one_warning_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Untraceable(torch.nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("first line\nsecond line")
+
+    board, network = TensorBoardLogger(tmp_path), Untraceable()
+    with pytest.warns(UserWarning, match=r"cannot follow \(first line\)"):
+        _send_graph([board], network, torch.zeros(1, 3, 8, 8))
+    board.experiment.close()
+    assert capsys.readouterr().out == ""
+    assert network.training
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,19 @@
 """The LightningModule around any network."""
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
+from project.data.datamodule import ImageDataModule
 from project.errors import UsageError
 from project.model.classifier import PLAIN_ATTRIBUTES, Classifier
 from project.model.networks import ConvNet
+from tests.conftest import ImageFolder
 
 
 def test_a_network_with_the_wrong_number_of_outputs_is_named() -> None:
@@ -43,3 +46,20 @@ def test_an_attribute_that_is_set_in_every_step_is_no_parameter_buffer_or_module
     assert not known & PLAIN_ATTRIBUTES
     module._loss = loss = torch.tensor(1.0)
     assert module._loss is loss
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "--model.num_classes 10: the images have 2 classes"),
+        ({"class_names": ["class0", "class1"]}, "--data.class_names is for evaluation"),
+    ],
+)
+def test_what_would_fail_only_after_the_training_is_refused_before_it(
+    settings: dict[str, Any], words: str, image_folder: ImageFolder, tmp_path: Path
+) -> None:
+    root = image_folder([6, 6], [2, 2])
+    data = ImageDataModule("folder", str(root), batch_size=4, cache_dir=str(tmp_path), **settings)
+    trainer = Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    with pytest.raises(UsageError, match=words):
+        trainer.fit(Classifier(ConvNet()), data)

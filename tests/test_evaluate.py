@@ -124,6 +124,11 @@ def test_a_folder_of_class_folders_needs_no_test_folder(run: Run, tmp_path: Path
         (["{run}", "--devics", "2"], "--devics is not a flag; did you mean --devices?"),
         (["{run}", "--devices", "none"], "--devices none: on the CPU this is the number of processes"),
         (["{run}", "--plot", "a.jpg"], "--plot a.jpg must end with .png"),
+        (["{run}", "--json", "{run}/checkpoints/best.ckpt"], "best.ckpt must end with .json"),
+        (
+            ["{run}", "--data.root", "others"],
+            "--data.root others: synthetic images lie in no folder; add --data.source folder",
+        ),
         (["{run}", "--json", "/dev/null"], "--json /dev/null is no file but a device or a pipe"),
         (["{run}", "--json", "."], "--json . is a folder; give the name of a file"),
         (["{run}", "--json", "/proc/none/a.json"], "--json /proc/none/a.json: its folder cannot be made"),
@@ -231,8 +236,10 @@ def test_the_network_is_built_anew_with_its_weights_and_what_belongs_to_it(run: 
     ("change", "words"),
     [
         ({"class_path": "project.model.networks.Gone"}, "cannot be imported"),
-        ({"class_path": "subprocess.Popen", "init_args": {"args": ["touch", "ran"]}}, "cannot be built"),
+        ({"class_path": "subprocess.Popen", "init_args": {"args": ["touch", "ran"]}}, "is not taken from a checkpoint"),
         ({"class_path": "project.model.networks.ConvNet", "init_args": {"hidden": 7}}, "do not fit"),
+        ({"class_path": "venv.__main__.x"}, "is not taken from a checkpoint"),  # to import it would make a folder
+        ({"class_path": "project.run.trained.load_trained"}, "is no network"),
     ],
 )
 def test_a_network_that_cannot_be_built_is_named(

@@ -13,7 +13,7 @@ import pytest
 from lightning.pytorch.callbacks import RichProgressBar
 
 from project.run import callbacks
-from project.run.callbacks import ProgressBar, RunRecord, clock
+from project.run.callbacks import ProgressBar, RunRecord, clock, total_batches
 from tests.conftest import NARROW, ROOT, clean_environment, train
 
 
@@ -87,7 +87,7 @@ def a_trainer(batches_done: int, **more: Any) -> Any:
     fit_loop = SimpleNamespace(total_batch_idx=batches_done - 1, batch_idx=(batches_done - 1) % 100)
     figures = {
         "max_epochs": 10,
-        "estimated_stepping_batches": 1000,
+        "max_steps": -1,
         "accumulate_grad_batches": 1,
         "num_training_batches": 100,
     }
@@ -112,7 +112,7 @@ def test_without_an_end_a_line_comes_once_a_minute_and_tells_of_none(
 ) -> None:
     record, module = RunRecord(), SimpleNamespace()
     for now in range(0, 300, 10):
-        trainer = a_trainer(now, estimated_stepping_batches=float("inf"), max_epochs=-1)
+        trainer = a_trainer(now, max_epochs=-1)
         record._print_now_and_then(trainer, module, float(now))  # type: ignore[arg-type]
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
@@ -122,3 +122,18 @@ def test_without_an_end_a_line_comes_once_a_minute_and_tells_of_none(
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03")])
 def test_a_time_reads_as_a_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 1000),
+        ({"accumulate_grad_batches": 30}, 1000),  # four steps an epoch, the last of 10 batches
+        ({"max_steps": 50}, 50),
+        ({"max_steps": 50, "accumulate_grad_batches": 4, "max_epochs": -1}, 200),
+        ({"max_epochs": -1}, None),
+        ({"num_training_batches": float("inf")}, None),  # of a loader without a length
+    ],
+)
+def test_the_length_of_a_run_is_counted_in_batches(settings: dict[str, Any], expected: int | None) -> None:
+    assert total_batches(a_trainer(0, **settings)) == expected

@@ -1,11 +1,13 @@
 """How busy and how full the devices are."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from project.run.usage import DeviceUse, resident_bytes
+from project.run.strategies import DataParallelStrategy
+from project.run.usage import DeviceUse, devices_of, resident_bytes
 
 CPU = [torch.device("cpu")]
 
@@ -29,3 +31,12 @@ def test_memory_is_what_is_resident() -> None:
     assert 60 * 2**20 < grown < 80 * 2**20
     assert abs(use.since_last()[1] * 2**20 - resident_bytes()) < 2**20
     assert len(block) == 64 * 2**20
+
+
+def test_a_rank_of_ddp_looks_at_its_own_gpu_alone_and_dp_at_all_of_its() -> None:
+    """To ask a GPU how full it is opens a context on it: some hundred MiB, on every other rank's GPU."""
+    gpus = [torch.device("cuda", number) for number in range(4)]
+    ddp = SimpleNamespace(parallel_devices=gpus, root_device=gpus[2])
+    assert devices_of(ddp) == [gpus[2]]  # type: ignore[arg-type]
+    assert devices_of(DataParallelStrategy(gpus)) == gpus
+    assert devices_of(DataParallelStrategy()) == [torch.device("cpu")]

@@ -189,6 +189,8 @@ class ImageDataModule(LightningDataModule):
         self.mean, self.std = (self.manifest.mean, self.manifest.std) if self.normalize else ([0.0] * 3, [1.0] * 3)
         self._normalization = Normalization(self.mean, self.std)
         if "train" not in splits:
+            if self.trainer is not None and self.trainer.state.fn == "fit":
+                raise UsageError("--data.class_names is for evaluation, which reads test/ alone; leave it out to train")
             return
         train = splits["train"]
         val = splits.get("val", train)

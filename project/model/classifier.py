@@ -161,6 +161,12 @@ class Classifier(LightningModule):
         self._restored = {}
         for evaluation in self.evaluations.values():
             evaluation.reset()  # type: ignore[operator]
+        names = getattr(getattr(self.trainer, "datamodule", None), "class_names", None)
+        if names is not None and len(names) != self.num_classes:
+            raise UsageError(
+                f"--model.num_classes {self.num_classes}: the images have {len(names)} classes; give the network and the"
+                " Classifier as many"
+            )
         if stage == "fit" and self.trainer.ckpt_path is None and hasattr(self.network, "look_at"):
             data, network = getattr(self.trainer, "datamodule", None), type(self.network).__name__
             if not hasattr(data, "some_training_images"):

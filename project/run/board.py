@@ -1,10 +1,11 @@
 """What TensorBoard shows of a run besides its curves: pictures, the network's graph, the configuration and the command."""
 
+import io
 import shlex
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from copy import copy
 from typing import Any
 
@@ -50,7 +51,7 @@ class Board(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Go on from there."""
-        if trainer.state.fn == "fit":
+        if trainer.state.fn == "fit" and self.run is not None and self.run.continued is not None:  # a new run shows its own
             self._shown = checkpoint.get("board", {}).get("shown", False)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -173,7 +174,8 @@ def _send_graph(loggers: Sequence[Logger], network: nn.Module, images: Tensor) -
     """Send the network's graph to every TensorBoard logger, as torch traces it with images, float (B, 3, H, W)."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
-            with _evaluating(network), warnings.catch_warnings():
+            said = io.StringIO()  # add_graph prints what it raises
+            with _evaluating(network), warnings.catch_warnings(), redirect_stdout(said):
                 warnings.simplefilter("ignore")  # of the tracer, about what it takes for constant
                 try:
                     plain = copy(network)  # the same parts, without what torch.compile has made, which cannot be traced

@@ -1,5 +1,6 @@
 """Callbacks of every run: how fast it goes, what each epoch came to, one line about it, and a bar that costs nothing."""
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from lightning.pytorch.callbacks.progress.rich_progress import CustomBarColumn
 from rich.progress import TextColumn
 
 from project.model.classifier import is_end_of_epoch, is_writing_step
-from project.run.usage import DeviceUse
+from project.run.usage import DeviceUse, devices_of
 
 SECONDS_BETWEEN_LINES = 60.0  # where there is no bar; and a twentieth of the run at least
 
@@ -52,8 +53,7 @@ class RunRecord(Callback):
         """Start the run's clock, and an epoch's, in case that this run goes on inside one."""
         now = time.perf_counter()
         self._begin_epoch()
-        strategy = trainer.strategy
-        self._use = DeviceUse(getattr(strategy, "parallel_devices", None) or [strategy.root_device])
+        self._use = DeviceUse(devices_of(trainer.strategy))
         self._process_start = self._last_line = now
         self._first_batch = self._line_batch = trainer.fit_loop.total_batch_idx + 1
         if self._restored:
@@ -216,8 +216,13 @@ def epoch_of(trainer: Trainer) -> str:
 
 def total_batches(trainer: Trainer) -> int | None:
     """Return how many training batches the whole run has, of this rank; None where that is not known."""
-    steps = trainer.estimated_stepping_batches
-    return None if steps == float("inf") else int(steps) * trainer.accumulate_grad_batches
+    an_epoch, most, gathered = trainer.num_training_batches, trainer.max_epochs, trainer.accumulate_grad_batches
+    totals = []
+    if most is not None and most >= 0 and math.isfinite(an_epoch):
+        totals.append(int(an_epoch) * most)
+    if trainer.max_steps >= 0:
+        totals.append(trainer.max_steps * gathered)  # at most: an epoch's last step may gather fewer
+    return min(totals, default=None)
 
 
 def clock(seconds: float) -> str:

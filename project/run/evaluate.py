@@ -19,9 +19,22 @@ def data_settings(path: Path) -> tuple[dict[str, Any], list[str], Any]:
     return settings.get("data", {}), list(images["class_names"]), settings.get("trainer", {}).get("precision")
 
 
-def of_other_images(data: dict[str, Any], class_names: list[str]) -> dict[str, Any]:
-    """Return the settings with which a folder that is not laid out for training is read: its test images are enough."""
+def of_other_images(data: dict[str, Any], class_names: list[str], root_flag: list[str]) -> dict[str, Any]:
+    """Return the settings with which a folder that is not laid out for training is read: its test images are enough.
+
+    Args:
+        data: The `--data.*` settings.
+        class_names: That the network knows.
+        root_flag: `--data.root` as the command line has it; empty where it has none.
+
+    Raises:
+        UsageError: It is given, and would be passed over.
+    """
     if data.get("source") != "folder":
+        if root_flag and data.get("source") == "synthetic":
+            raise UsageError(
+                f"--data.root {data['root']}: synthetic images lie in no folder; add --data.source folder, or leave it out"
+            )
         return data
     train = Path(data["root"], "train")
     there = {entry.name for entry in train.iterdir() if entry.is_dir()} if train.is_dir() else set()

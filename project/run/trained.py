@@ -1,5 +1,6 @@
 """A trained network out of a checkpoint, without a Trainer: its weights, its classes, and what its images go through."""
 
+import importlib.util
 import inspect
 import warnings
 from dataclasses import dataclass
@@ -123,18 +124,39 @@ def _network_of(path: Path, settings: dict[str, Any], images: dict[str, Any]) ->
     if not name:
         raise UsageError(f"{path} does not name its network; give a checkpoint that scripts/train.py has saved")
     module, _, attribute = name.rpartition(".")
+    if not _is_ours(module):  # to import a module runs it, whatever it is
+        raise UsageError(
+            f"{path}: its network, {name}, is not taken from a checkpoint's word: only what lies in this clone, or in"
+            " torch.nn or torchvision.models, is. Write a class around it into a file at the clone's root"
+        )
     try:
         found = getattr(__import__(module, fromlist=[attribute]), attribute)
     except (ImportError, AttributeError) as error:
         raise UsageError(
             f"{path}: its network, {name}, cannot be imported ({error}); run this in the clone that trained it"
         ) from error
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise UsageError(f"{path}: its network, {name}, is no network: no torch.nn.Module")
     arguments = dict(network.get("init_args") or {})
     known = inspect.signature(found).parameters
     for argument, value in (("num_classes", len(images["class_names"])), ("image_size", images["image_size"])):
         if argument in known:
             arguments[argument] = value
     return name, arguments
+
+
+def _is_ours(module: str) -> bool:
+    """Return whether a module lies in this clone, or where there are nothing but networks."""
+    top, *below = module.split(".")
+    if "__main__" in (top, *below):
+        return False
+    if module.startswith(("torch.nn.", "torchvision.models.")):
+        return True
+    root = Path(__file__).resolve().parents[2]
+    found = importlib.util.find_spec(top)  # which does not run it
+    places = [found.origin] if found and found.origin else list((found and found.submodule_search_locations) or [])
+    inside = [Path(place).resolve() for place in places]
+    return bool(inside) and all(p.is_relative_to(root) and "site-packages" not in p.parts for p in inside)
 
 
 def _build(path: Path, name: str, arguments: dict[str, Any]) -> nn.Module:

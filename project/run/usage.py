@@ -4,6 +4,19 @@ import os
 import time
 
 import torch
+from lightning.pytorch.strategies import Strategy
+
+from project.run.strategies import DataParallelStrategy
+
+
+def devices_of(strategy: Strategy) -> list[torch.device]:
+    """Return the devices that this process computes on: its own, or with dp all of them.
+
+    `parallel_devices` of ddp are those of all ranks, and to ask a GPU how full it is opens a context on it.
+    """
+    if isinstance(strategy, DataParallelStrategy):
+        return strategy.parallel_devices or [strategy.root_device]
+    return [strategy.root_device]
 
 
 class DeviceUse:

@@ -102,8 +102,8 @@ def make_trainer(flags: Namespace, hardware: Hardware, precision: Any, callbacks
     return trainer
 
 
-def check_output(flag: str, path: str | None, suffixes: Sequence[str] = ()) -> Path | None:
-    """Return where a flag says that a file goes, once it is sure that one can be made there.
+def check_output(flag: str, path: str | None, suffix: str) -> Path | None:
+    """Return where a flag says that a file of a kind goes, once it is sure that one can be made there.
 
     Raises:
         UsageError: It cannot.
@@ -111,11 +111,11 @@ def check_output(flag: str, path: str | None, suffixes: Sequence[str] = ()) -> P
     if path is None:
         return None
     file = Path(path).expanduser()
-    if suffixes and file.suffix.lower() not in suffixes:
-        raise UsageError(f"--{flag} {path} must end with {' or '.join(suffixes)}")
     if file.exists() and not file.is_file():
         what = "a folder" if file.is_dir() else "no file but a device or a pipe, which would be replaced"
         raise UsageError(f"--{flag} {path} is {what}; give the name of a file")
+    if file.suffix.lower() != suffix:  # so that it is never a checkpoint, an image, or the file of another flag
+        raise UsageError(f"--{flag} {path} must end with {suffix}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
