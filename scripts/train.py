@@ -1,6 +1,6 @@
 """Train an image classifier, test its best checkpoint, and sum up.
 
-    python scripts/train.py                                            one process, on the GPU if there is one
+    python scripts/train.py                                            all GPUs of this machine, or one process on the CPU
     python scripts/train.py --accelerator gpu --devices 1              one GPU
     python scripts/train.py --strategy ddp --devices 2                 two processes, on two GPUs or on the CPU
     python scripts/train.py --strategy dp                              one process on all GPUs

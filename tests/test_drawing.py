@@ -5,7 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
-from project.run.drawing import as_png, captioned, confusion_matrix
+from project.run import drawing
+from project.run.drawing import as_png, captioned, confusion_matrix, legible
 
 BLUE = (8, 48, 107)
 
@@ -77,3 +78,21 @@ def test_of_no_images_there_is_the_title_alone() -> None:
     picture = captioned(torch.zeros(0, 3, 4, 4, dtype=torch.uint8), [], "no mistakes")
     assert picture.shape[0] < 50 < picture.shape[1]
     assert (picture < 100).any()
+
+
+def test_names_in_any_writing_can_be_told_apart() -> None:
+    """By a font of the system's, or by their numbers: boxes in the place of letters say nothing."""
+    names = ["cat", "猫", "狗", "кошка", "σκύλος", "\U0010fffd"]
+    drawn = legible(names)
+    assert drawn[0] == "cat"
+    assert drawn[5] == "class 5"  # of no writing
+    images = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
+    assert len({captioned(images, [[name]]).tobytes() for name in drawn}) == len(names)
+    one, other = (confusion_matrix(torch.eye(2, dtype=torch.int64), pair) for pair in (["猫", "a"], ["狗", "a"]))
+    assert one.tobytes() != other.tobytes() or drawn[1] == "class 1"
+
+
+def test_a_writing_that_no_font_has_is_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("project.run.drawing.FONTS", ("not-there.ttf",))
+    monkeypatch.setattr("project.run.drawing._face_for", drawing._face_for.__wrapped__)
+    assert legible(["cat", "猫", "dog"]) == ["cat", "class 1", "dog"]

@@ -85,7 +85,7 @@ def exports(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     run = tmp_path_factory.mktemp("exports")
     (run / "checkpoints").mkdir()
     shutil.copy(finished_run / "checkpoints" / "best.ckpt", run / "checkpoints")
-    result = python(SCRIPT, run, "--to", "weights,torch,onnx")
+    result = python(SCRIPT, run, "--to", "weights, torch,onnx")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     reported = re.findall(r"^exported  (\S+): probabilities within (\S+) of", result.stdout, re.MULTILINE)

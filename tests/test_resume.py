@@ -402,6 +402,34 @@ def test_a_checkpoint_between_the_batches_of_one_step_is_not_continued(
     assert f"{RUN}/checkpoints/previous.ckpt" in capsys.readouterr().out
 
 
+def test_a_validation_that_is_done_again_is_not_shown_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """best.ckpt is saved by a validation, before its figures are written; who continues it validates first."""
+    flags = [*SHORT, *NARROW, "--data.cache_dir", tmp_path / "cache", "--trainer.val_check_interval", "0.5", "--lr", "1e-12"]
+    Run(tmp_path, *flags, monkeypatch=monkeypatch)
+    before, folder = points(tmp_path), tmp_path / RUN / "checkpoints"
+    assert torch.load(folder / "best.ckpt", weights_only=True)["global_step"] == 2
+    (folder / "last.ckpt").unlink()
+    (folder / "previous.ckpt").unlink()
+    Run(tmp_path, "--resume", monkeypatch=monkeypatch)
+    assert points(tmp_path) == before
+
+
+def test_the_configuration_shown_is_the_one_that_the_run_goes_on_with(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Run(stopped, "--resume", "--checkpoint_every", "3", monkeypatch=monkeypatch)
+    texts = {}
+    for path in sorted((stopped / RUN).glob("events.*")):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.tag == "configuration/text_summary":
+                    texts[event.step] = value.tensor.string_val[0].decode()
+    assert "checkpoint_every: 1" in texts.pop(0)
+    (last,) = texts.values()
+    assert last == f"```yaml\n{(stopped / RUN / 'config.yaml').read_text()}```"
+    assert "checkpoint_every: 3" in last
+
+
 def test_where_all_are_damaged_it_says_so(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in (stopped / RUN / "checkpoints").iterdir():
         damage(path, "cut off")

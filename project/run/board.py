@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from project.model.classifier import is_writing_step
 from project.model.evaluation import Findings
 from project.run.callbacks import RunRecord
-from project.run.drawing import as_png, captioned, confusion_matrix
+from project.run.drawing import as_png, captioned, confusion_matrix, legible
 from project.run.outputs import RunDirectory
 from project.run.summary import versions
 
@@ -37,7 +37,7 @@ class Board(Callback):
 
     Args:
         record: Its clocks stand still meanwhile.
-        run: The run directory, whose config.yaml is shown; None for none.
+        run: The run directory, whose configuration is shown; None for none.
     """
 
     def __init__(self, record: RunRecord, run: RunDirectory | None = None) -> None:
@@ -60,8 +60,8 @@ class Board(Callback):
         places = f"{trainer.world_size} x {trainer.strategy.root_device.type}"
         step = trainer.global_step
         send_text(trainer.loggers, "command", f"`{shlex.join(sys.argv)}`\n\n{places}  \n{about}", step)
-        if trainer.is_global_zero and self.run is not None and (settings := self.run.path / "config.yaml").exists():
-            send_text(trainer.loggers, "configuration", f"```yaml\n{settings.read_text()}```", step)
+        if self.run is not None and self.run.config:
+            send_text(trainer.loggers, "configuration", f"```yaml\n{self.run.config}```", step)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, LearningRateFinder) and callback.optimal_lr is not None and step == 0:
                 _send_rates(trainer.loggers, callback.optimal_lr)
@@ -109,7 +109,7 @@ class Board(Callback):
             send_picture(
                 trainer.loggers, f"{stage}/confusion_matrix", confusion_matrix(findings.confusion, names, title), step
             )
-        wrong = findings.mistakes
+        wrong, names = findings.mistakes, legible(names)
         captions = [
             (f"{names[predicted]} {confidence:.3f}", f"true: {names[label]}")
             for predicted, confidence, label in zip(
@@ -165,7 +165,7 @@ def _batch(trainer: Trainer, batch: Any) -> np.ndarray | None:
         return None
     if not (isinstance(labels, Tensor) and labels.dim() == 1 and labels.dtype == torch.int64):
         return None
-    names = class_names(trainer, int(labels.max()) + 1)
+    names = legible(class_names(trainer, int(labels.max()) + 1))
     captions = [[names[label]] for label in labels[:IMAGES_SHOWN].tolist()]
     return captioned(pixels_of(trainer, images[:IMAGES_SHOWN]), captions, "as the network sees them", side=96)
 

@@ -1,6 +1,7 @@
 """Callbacks of every run: how fast it goes, what each epoch came to, one line about it, and a bar that costs nothing."""
 
 import math
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -106,8 +107,10 @@ class RunRecord(Callback):
         self._window_images += len(batch[1]) * trainer.world_size
         self._window_batches += 1
         if is_writing_step(trainer, batch_idx):
-            if trainer.strategy.root_device.type == "cuda":
-                torch.cuda.synchronize(trainer.strategy.root_device)  # or the clock would show what has been asked for
+            if trainer.strategy.root_device.type != "cpu":
+                torch.accelerator.synchronize(
+                    trainer.strategy.root_device
+                )  # or the clock would show what has been asked for
             now = time.perf_counter()
             seconds = now - self._window_start
             self.images_per_second = self._window_images / seconds
@@ -248,7 +251,9 @@ class ProgressBar(RichProgressBar):
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
         """Show what is going on, how far it is, and the figures; time left is of the whole run."""
-        return [TextColumn("{task.description}"), CustomBarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}")]
+        room = shutil.get_terminal_size().columns - 76  # what the rest takes at its longest
+        bar = CustomBarColumn(bar_width=max(4, min(24, room)))
+        return [TextColumn("{task.description}"), bar, TextColumn("{task.completed}/{task.total}")]
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the last written point: nothing is computed, and no device waited for, to show it."""

@@ -11,6 +11,12 @@ from torch import Tensor
 
 WHITE, BLACK, GREY = (255, 255, 255), (20, 20, 20), (120, 120, 120)
 DARK = np.array([8, 48, 107])  # the colour of a full cell
+# A text that the default font lacks letters for, as a Chinese name, is drawn in the first of these that has all of it.
+FONTS = (
+    *("DejaVuSans.ttf", "NotoSansCJK-Regular.ttc", "NotoSansSC-Regular.otf", "SourceHanSansSC-Regular.otf"),
+    *("wqy-microhei.ttc", "wqy-zenhei.ttc", "DroidSansFallbackFull.ttf", "PingFang.ttc", "Hiragino Sans GB.ttc"),
+    *("Arial Unicode.ttf", "msyh.ttc", "simsun.ttc"),
+)
 MOST_NUMBERS = 20  # classes up to which a cell is large enough for its number
 
 
@@ -29,9 +35,10 @@ def confusion_matrix(confusion: Tensor, names: Sequence[str], title: str = "") -
     k = len(counts)
     numbers = k <= MOST_NUMBERS
     cell = 44 if numbers else max(2, 880 // k)
-    text = _font(13 if numbers else max(6, min(13, cell)))
+    names = legible(names)
+    text_size = 13 if numbers else max(6, min(13, cell))
     labelled = cell >= 8
-    margin = 30 + (max(round(text.getlength(_short(name))) for name in names) if labelled else 0)
+    margin = 30 + (max(round(_font(text_size, name).getlength(_short(name))) for name in names) if labelled else 0)
     top, size = 34 + margin, k * cell
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     # Under a square root small shares, which are the mistakes, can be seen.
@@ -45,8 +52,8 @@ def confusion_matrix(confusion: Tensor, names: Sequence[str], title: str = "") -
     draw.text((12, 8), title, fill=BLACK, font=_font(15))
     for number, name in enumerate(names if labelled else ()):
         middle = number * cell + cell // 2
-        draw.text((margin - 6, top + middle), _short(name), fill=BLACK, font=text, anchor="rm")
-        label = _upright(_short(name), text)
+        draw.text((margin - 6, top + middle), _short(name), fill=BLACK, font=_font(text_size, name), anchor="rm")
+        label = _upright(_short(name), _font(text_size, name))
         picture.paste(label, (margin + middle - 8, top - label.height - 4))
     if numbers:
         small = _font(12)
@@ -76,7 +83,7 @@ def captioned(images: Tensor, captions: Sequence[Sequence[str]], title: str = ""
     height = side + lines * line + gap
     width = max(gap + columns * (side + gap), round(_font(15).getlength(title)) + 2 * gap)
     picture = Image.new("RGB", (width, top + rows * height), WHITE)
-    draw, text = ImageDraw.Draw(picture), _font(12)
+    draw = ImageDraw.Draw(picture)
     draw.text((gap, 8), title, fill=BLACK, font=_font(15))
     for number, (pixels, caption) in enumerate(zip(images.permute(0, 2, 3, 1).numpy(), captions, strict=True)):
         x, y = gap + number % columns * (side + gap), top + number // columns * height
@@ -85,7 +92,8 @@ def captioned(images: Tensor, captions: Sequence[Sequence[str]], title: str = ""
         shown = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
         picture.paste(image.resize(shown, Image.Resampling.NEAREST), (x, y))
         for place, words in enumerate(caption):
-            draw.text((x, y + side + 2 + place * line), _cut(words, side, text), fill=BLACK, font=text)
+            font = _font(12, words)
+            draw.text((x, y + side + 2 + place * line), _cut(words, side, font), fill=BLACK, font=font)
     return np.asarray(picture)
 
 
@@ -96,9 +104,37 @@ def as_png(picture: np.ndarray) -> bytes:
     return file.getvalue()
 
 
+def legible(names: Sequence[str]) -> list[str]:
+    """Return the names of classes as this system can draw them: one that no font has is "class 3", by its place."""
+    return [name if _face(name) is not None else f"class {number}" for number, name in enumerate(names)]
+
+
+def _font(size: int, text: str = "") -> Any:
+    """Return a font for a text."""
+    return _sized(_face(text) or "", size)
+
+
 @cache
-def _font(size: int) -> Any:
-    return ImageFont.load_default(size)
+def _sized(face: str, size: int) -> Any:
+    return ImageFont.truetype(face, size) if face else ImageFont.load_default(size)
+
+
+def _face(text: str) -> str | None:
+    """Return the font that has every letter of a text, "" for Pillow's own; None where there is none."""
+    return "" if text.isascii() else _face_for(frozenset(text))
+
+
+@cache
+def _face_for(letters: frozenset[str]) -> str | None:
+    for face in ("", *FONTS):
+        try:
+            font = _sized(face, 12)
+        except OSError:  # not on this system
+            continue
+        lacking = bytes(font.getmask("\uffff"))
+        if all(letter.isspace() or bytes(font.getmask(letter)) != lacking for letter in letters):
+            return face
+    return None
 
 
 def _upright(text: str, font: Any) -> Image.Image:

@@ -64,7 +64,7 @@ def destinations(to: str, output: str | None, checkpoint: Path) -> dict[str, Pat
     Raises:
         UsageError: A format is not one, or lacks its packages, or a file cannot be written there.
     """
-    formats = list(dict.fromkeys(to.split(",")))
+    formats = list(dict.fromkeys(name.strip() for name in to.split(",")))
     for name in formats:
         if name not in FORMATS:
             hint = nearest(name, FORMATS)

@@ -12,6 +12,7 @@ NOT_APPLICABLE = (
     r".*does not have many workers.*",  # one process prepares batches far faster than it trains; see data/datamodule.py
     r".*recommended to use `Trainer\(devices=1.*",  # evaluation is exact on any number of devices; see data/batches.py
     r".*number of training batches .* is smaller than the logging interval.*",  # every epoch's end is logged
+    r".*Total length of `list` across ranks is zero.*",  # --data.val_fraction 0 asks for no validation images
     r".*You are using `torch.load` with `weights_only=False`.*",  # never: checkpoints are loaded with weights_only=True
 )
 

@@ -34,12 +34,16 @@ class RunDirectory:
         log_dir: Folder of all runs.
         name: Name of the experiment.
         continued: The directory of an earlier run to go on in; None for a new one.
+
+    Attributes:
+        config: The run's configuration, YAML, as config.yaml has it once training has begun; empty until it is known.
     """
 
     def __init__(self, log_dir: str, name: str, continued: Path | None = None) -> None:
         self.log_dir = expanded(log_dir)
         self.name = name
         self.continued = continued
+        self.config = ""
         self.earlier_events: list[Path] = []  # TensorBoard's files of the run that is continued
         self._path: Path | None = None
         self._lock: BaseFileLock | None = None
@@ -185,36 +189,46 @@ class SaveConfig(SaveConfigCallback):
         run: The run directory.
         notices: Collects the warnings.
         first_step: The optimizer step that this process begins with, counted from 0.
+        validates: Whether it first does the validation of the step before, which the run may have done already.
         args: As for Lightning's own callback.
         kwargs: As for Lightning's own callback.
     """
 
-    def __init__(self, *args: Any, run: RunDirectory, notices: Notices, first_step: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        run: RunDirectory,
+        notices: Notices,
+        first_step: int = 0,
+        validates: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs, save_to_log_dir=False)
         self.run = run
         self.notices = notices
         self.first_step = first_step
+        self.validates = validates
         self._settled = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Run before anything is written; Lightning sets checkpoint callbacks up after all others."""
         self.notices.install()  # in a spawned process not yet
         self.run.share(trainer)
+        self.run.config = self._as_yaml(trainer)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint | RunCheckpoints) and callback.dirpath is None:
                 callback.dirpath = str(self.run.path / "checkpoints")
             if isinstance(callback, RunCheckpoints):
-                callback.config = self._as_yaml(trainer)
+                callback.config = self.run.config
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the whole configuration, "auto" resolved, so that `--config` with it repeats the run."""
         if self.run.continued is None:
-            self._write(trainer)
+            self._write()
 
-    def _write(self, trainer: Trainer) -> None:
-        text = self._as_yaml(trainer).encode()
-        write_durably(self.run.path / self.config_filename, lambda file: file.write(text))
+    def _write(self) -> None:
+        write_durably(self.run.path / self.config_filename, lambda file: file.write(self.run.config.encode()))
 
     def _as_yaml(self, trainer: Trainer) -> str:
         config = self.config.clone()
@@ -238,8 +252,8 @@ class SaveConfig(SaveConfigCallback):
         if self.run.continued is not None and trainer.is_global_zero and not self._settled:
             self._settled = True
             for path in self.run.earlier_events:
-                purge(path, trainer.global_step)
-            self._write(trainer)
+                purge(path, trainer.global_step, self.validates)
+            self._write()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take back the directory of a run that the user's mistake ended before its first step."""

@@ -34,6 +34,7 @@ class Continuation:
         checkpoint: The checkpoint; None to begin at the first step.
         step: Optimizer steps done in it.
         epochs: Whole epochs done in it.
+        validates: Whether it was saved by a validation, or inside one, which is then done again before anything else.
         config: The configuration of the run as YAML; empty if it is not known.
         damaged: What was found and passed over.
     """
@@ -42,6 +43,7 @@ class Continuation:
     checkpoint: Path | None
     step: int = 0
     epochs: int = 0
+    validates: bool = False
     config: str = ""
     damaged: tuple[str, ...] = ()
 
@@ -108,7 +110,9 @@ def _continuation(run: Path | None, path: Path, checkpoint: dict[str, Any], dama
         )
     config = checkpoint.get("run", {}).get("config", "")
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
-    return Continuation(run, path, checkpoint["global_step"], epochs, config, damaged)
+    validation = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["total"]
+    validates = validation["ready"] > validation["completed"]
+    return Continuation(run, path, checkpoint["global_step"], epochs, validates, config, damaged)
 
 
 def _gradients_pending(checkpoint: dict[str, Any]) -> bool:
@@ -166,12 +170,13 @@ def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
     return {name: value for key, part in settings.items() for name, value in _flat(part, f"{prefix}{key}.").items()}
 
 
-def purge(path: Path, step: int) -> None:
+def purge(path: Path, step: int, validates: bool = False) -> None:
     """Take out of one of TensorBoard's files what was written from an optimizer step on, and a torn end.
 
     Args:
         path: The file.
         step: The first step to go, counted from 0.
+        validates: Whether the validation after the step before goes too.
     """
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
@@ -181,8 +186,10 @@ def purge(path: Path, step: int) -> None:
     kept = []
     for record in records:
         event = Event.FromString(record)
-        of_the_end = any(value.tag.startswith("_hparams_/") for value in event.summary.value)
-        if event.step < step and not of_the_end:
+        tags = [value.tag for value in event.summary.value]
+        of_the_end = any(tag.startswith("_hparams_/") for tag in tags)
+        again = validates and event.step == step - 1 and any(tag.startswith("val") for tag in tags)
+        if event.step < step and not of_the_end and not again:
             kept.append(record)
     whole = sum(len(record) + 16 for record in records) == os.path.getsize(path)  # length, its checksum, the data's
     if len(kept) < len(records) or not whole:

@@ -24,6 +24,9 @@ class DeviceUse:
 
     Args:
         devices: GPUs, or the CPU.
+
+    Attributes:
+        kind: "gpu" or "cpu": what the figures are called after; of Apple's GPUs, which do not tell, they are the CPU's.
     """
 
     def __init__(self, devices: list[torch.device]) -> None:

@@ -46,7 +46,7 @@ class UseParser(OneLineParser):
 
     def add_hardware_flags(self) -> None:
         """Add them, as scripts/train.py has them."""
-        for flag, default in (("accelerator", "auto"), ("devices", "auto"), ("strategy", "auto"), ("num_nodes", 1)):
+        for flag, default in (("accelerator", "auto"), ("devices", "1"), ("strategy", "auto"), ("num_nodes", 1)):
             self.add_argument(f"--{flag}", type=type(default), default=default, help=SHORT_FLAGS[flag][1])
         self.add_argument("--precision", type=str | None, help="arithmetic; as the network was trained, if it is not given")
         self.add_argument("--quiet", action="store_true", help="print warnings and errors only")
