@@ -27,15 +27,16 @@ class Command:
     Args:
         place: The folder that it runs in.
         flags: Its flags.
+        program: What takes them, after Python, instead of the script.
         env: Environment variables.
     """
 
-    def __init__(self, place: Path, *flags: object, **env: str) -> None:
+    def __init__(self, place: Path, *flags: object, program: list[str] | None = None, **env: str) -> None:
         self.place = place
         self.output_file = place / "output.txt"
         with open(self.output_file, "wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, str(ROOT / "scripts" / "train.py"), *map(str, flags)],
+                [sys.executable, *(program or [str(ROOT / "scripts" / "train.py")]), *map(str, flags)],
                 cwd=place,
                 env=clean_environment(**env),
                 stdout=output,
@@ -68,16 +69,19 @@ class Command:
                 alive.append(int(stat.parent.name))
         return sorted(alive)
 
-    def rank(self, number: int) -> int:
-        """The process of a rank; waits for it."""
+    def rank(self, number: int, attempt: int = 0) -> int:
+        """The process of a rank, of those that a launcher has started at one attempt; waits for it."""
+        marks = {f"LOCAL_RANK={number}".encode(), f"TORCHELASTIC_RESTART_COUNT={attempt}".encode()}
 
         def find() -> int | None:
-            for pid in self.members():
+            for pid in (int(path.name) for path in Path("/proc").glob("[0-9]*")):  # torchrun gives each a group of its own
                 try:
+                    if Path(f"/proc/{pid}/cwd").resolve() != self.place.resolve():
+                        continue
                     environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 except OSError:
                     continue
-                if f"LOCAL_RANK={number}".encode() in environment:
+                if marks <= {*environment}:
                     return pid
             return None
 

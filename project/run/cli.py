@@ -8,6 +8,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from inspect import signature
 from pathlib import Path
 from typing import Any, cast
@@ -28,9 +29,17 @@ from project.run.board import Board
 from project.run.callbacks import ProgressBar, RunRecord
 from project.run.checkpoints import RunCheckpoints
 from project.run.checks import Hardware, check_hardware
+from project.run.cluster import (
+    as_launched,
+    check_launched,
+    choose_network,
+    cluster_plugins,
+    launched_from_outside,
+    meet_again,
+)
 from project.run.exit import LAUNCHED_BY_US
 from project.run.flags import OWN_FLAGS, SHORT_FLAGS, TrainParser, flag_of
-from project.run.launch import cluster_plugins, launch, launched_from_outside, meet_again
+from project.run.launch import launch
 from project.run.lean import LeanSteps, NoProfiler
 from project.run.memory import keep_freed_memory
 from project.run.notices import Notices
@@ -59,13 +68,13 @@ class TrainCLI(LightningCLI):
         datamodule_class: type[LightningDataModule],
         args: Sequence[str] | None = None,
     ) -> None:
+        self.notices = Notices()
+        self.notices.install()
         self._is_command = args is None
         self._launches = self._is_command and not launched_from_outside()
         self._store = meet_again()
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             stop_signal.join(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-        self.notices = Notices()
-        self.notices.install()
         self.record = RunRecord()
         super().__init__(
             model_class,
@@ -161,6 +170,8 @@ class TrainCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Check the hardware flags before anything is built; where they want several processes, start them, and end."""
         trainer = self.config.trainer
+        if self.config.timeout <= 0:
+            raise UsageError(f"--timeout {self.config.timeout} must be more than 0 seconds")
         if self.config.checkpoint_every < 0:
             raise UsageError(f"--checkpoint_every {self.config.checkpoint_every} must be at least 0")
         if trainer.overfit_batches:
@@ -177,6 +188,7 @@ class TrainCLI(LightningCLI):
         self.hardware: Hardware | None = None  # None for an accelerator of the user's own class
         if isinstance(trainer.accelerator, str):
             strategy = trainer.strategy if by_name else "auto"  # a class is taken to use all devices
+            trainer.devices, trainer.num_nodes = as_launched(trainer.devices, trainer.num_nodes, strategy)
             hardware = check_hardware(trainer.accelerator, trainer.devices, strategy, trainer.num_nodes)
             if hardware.missing and not self.config.explain:
                 raise UsageError(hardware.missing)
@@ -184,6 +196,10 @@ class TrainCLI(LightningCLI):
                 raise UsageError("--trainer.sync_batchnorm true: DataParallel cannot do it; use --strategy ddp")
             if self.config.explain and hardware.family not in ("dp", "ddp", "single_device"):
                 raise UsageError(f"--explain knows dp, ddp and a single device, not --strategy {hardware.strategy}")
+            if not self.config.explain:
+                check_launched(hardware)
+            if hardware.num_nodes > 1:
+                choose_network()
             batch_size = self.config.data.get("batch_size", 0)
             if batch_size > 0 and batch_size % hardware.world_size:
                 raise UsageError(uneven_batch(batch_size, hardware.world_size))
@@ -246,7 +262,10 @@ class TrainCLI(LightningCLI):
         if config.default_root_dir is None:
             kwargs["default_root_dir"] = self.config.log_dir
         if self.hardware is not None and self.hardware.strategy == "ddp" and isinstance(config.strategy, str):
-            kwargs["strategy"] = DDPStrategy(gradient_as_bucket_view=True)  # gradients are not kept, and copied, twice
+            kwargs["strategy"] = DDPStrategy(
+                gradient_as_bucket_view=True,  # gradients are not kept, and copied, twice
+                timeout=timedelta(seconds=self.config.timeout),
+            )
         return self._instantiate(**kwargs)
 
     def _run_directory(self) -> RunDirectory:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -26,6 +27,8 @@ def exit_codes() -> Iterator[None]:
     can say which rank failed first. Under our own launcher that is all it says; otherwise it prints it too.
     """
     stop_signal.install()
+    if "LOCAL_RANK" in os.environ:  # python -m torch.distributed.launch says it a second time, as an argument
+        sys.argv[:] = [arg for arg in sys.argv if not re.fullmatch(r"--local[-_]rank=\d+", arg)]
     if "--quiet" in sys.argv or not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries, which would fill a log with control characters
     try:

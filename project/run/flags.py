@@ -32,6 +32,7 @@ OWN_FLAGS: dict[str, tuple[Any, Any, str]] = {
     "name": (str, "default", "what the run is called: it writes to <log_dir>/<name>/version_<n>"),
     "log_dir": (str, "logs", "the folder of all runs"),
     "checkpoint_every": (int, 0, "optimizer steps from one last.ckpt to the next; 0 saves at the end of every epoch"),
+    "timeout": (float, 1800.0, "seconds to wait for the other ranks before the run ends for want of them"),
     "quiet": (bool, False, "print warnings and errors only"),
     "compile": (bool, False, "compile the network with torch.compile: half a minute at the start, for speed in a long run"),
     "resume": (

@@ -14,7 +14,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning.fabric.plugins.environments import LSFEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from torch.distributed import DistNetworkError, TCPStore
 
 from project.errors import UsageError
@@ -54,37 +53,6 @@ class Rank:
     def account_written(self) -> float:
         """When it wrote its account; never, where it has not."""
         return self.account.stat().st_mtime if self.account.exists() else float("inf")
-
-
-def launched_from_outside() -> bool:
-    """Return whether something else starts the ranks, or has: torchrun, Slurm, another cluster, or a launcher."""
-    clusters = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment)
-    return "LOCAL_RANK" in os.environ or any(cluster.detect() for cluster in clusters)
-
-
-def cluster_plugins() -> list[SLURMEnvironment]:
-    """Return what a Trainer must be told of the cluster: under Slurm, that it leaves requeuing to us.
-
-    Lightning's own checkpoint for a requeued job would be taken up by every other run of the same log_dir.
-    """
-    return [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
-
-
-def meet_again() -> TCPStore | None:
-    """After a restart by torchrun, open a new store for the ranks to find each other by; return rank 0's, to be kept.
-
-    torchrun (2.14) hands every attempt the same store, in which the ranks find the addresses of the attempt before.
-    """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    address, key = os.environ["MASTER_ADDR"], f"attempt/{attempt}/port"
-    agent, server = TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False), None
-    if os.environ["RANK"] == "0":
-        server = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        agent.set(key, str(server.port))
-    os.environ["MASTER_PORT"] = agent.get(key).decode()  # waits for rank 0
-    return server
 
 
 def launch(num_processes: int, num_nodes: int, more: list[str]) -> int:

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 NOT_APPLICABLE = (
     r".*does not have many workers.*",  # one process prepares batches far faster than it trains; see data/datamodule.py
     r".*recommended to use `Trainer\(devices=1.*",  # evaluation is exact on any number of devices; see data/batches.py
+    r".*The `srun` command is available on your system but is not used.*",  # a job that needs it is refused; see cluster.py
     r".*number of training batches .* is smaller than the logging interval.*",  # every epoch's end is logged
     r".*Total length of `list` across ranks is zero.*",  # --data.val_fraction 0 asks for no validation images
     r".*You are using `torch.load` with `weights_only=False`.*",  # never: checkpoints are loaded with weights_only=True

@@ -14,7 +14,7 @@ from project.run.storage import DamagedCheckpoint, read_checkpoint, write_durabl
 
 # What a continued run may change: where it runs, what it is called, what it prints. Of the trainer's settings, those that
 # decide what is computed are named instead, there being fewer of them.
-FREE = {"name", "log_dir", "checkpoint_every", "resume", "explain", "quiet", "config", "compile"}
+FREE = {"name", "log_dir", "checkpoint_every", "resume", "explain", "quiet", "config", "compile", "timeout"}
 FREE |= {"data.root", "data.num_workers", "data.cache_dir", "data.eval_batch_size"}
 FIXED_OF_TRAINER = {
     "precision",

@@ -15,8 +15,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from project.errors import UsageError
 from project.run.callbacks import ProgressBar
 from project.run.checks import Hardware, check_hardware
+from project.run.cluster import as_launched, check_launched, choose_network, cluster_plugins, launched_from_outside
 from project.run.flags import SHORT_FLAGS, OneLineParser
-from project.run.launch import cluster_plugins, launch, launched_from_outside
+from project.run.launch import launch
 from project.run.notices import Notices
 from project.run.signals import stop_signal
 from project.run.storage import DurableCheckpointIO
@@ -46,7 +47,7 @@ class UseParser(OneLineParser):
 
     def add_hardware_flags(self) -> None:
         """Add them, as scripts/train.py has them."""
-        for flag, default in (("accelerator", "auto"), ("devices", "1"), ("strategy", "auto"), ("num_nodes", 1)):
+        for flag, default in (("accelerator", "auto"), ("devices", "auto"), ("strategy", "auto"), ("num_nodes", 1)):
             self.add_argument(f"--{flag}", type=type(default), default=default, help=SHORT_FLAGS[flag][1])
         self.add_argument("--precision", type=str | None, help="arithmetic; as the network was trained, if it is not given")
         self.add_argument("--quiet", action="store_true", help="print warnings and errors only")
@@ -60,11 +61,17 @@ def start(flags: Namespace) -> tuple[Hardware, Notices]:
     """
     notices = Notices()
     notices.install()
+    flags.devices, flags.num_nodes = as_launched(flags.devices, flags.num_nodes, flags.strategy)
+    if flags.strategy == flags.devices == "auto":
+        flags.devices = "1"  # to start a process for every GPU takes longer than most tests
     hardware = check_hardware(flags.accelerator, flags.devices, flags.strategy, flags.num_nodes)
     if hardware.missing:
         raise UsageError(hardware.missing)
     if hardware.family not in ("dp", "ddp", "single_device") or (hardware.world_size > 1 and not hardware.is_launched):
         raise UsageError(f"--strategy {hardware.strategy}: a trained network runs with ddp or dp here; use one of them")
+    check_launched(hardware)
+    if hardware.num_nodes > 1:
+        choose_network()
     if hardware.is_launched and not launched_from_outside():
         sys.exit(launch(len(hardware.devices), hardware.num_nodes, []))
     if flags.quiet:

@@ -1,0 +1,164 @@
+"""Ranks that torchrun or Slurm has started: how many there are, where they meet, and what Lightning is told of them."""
+
+import os
+import socket
+import struct
+import sys
+from dataclasses import dataclass
+
+from lightning.fabric.plugins.environments import LSFEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from torch.distributed import TCPStore
+
+from project.errors import UsageError
+from project.run.checks import Hardware
+from project.run.exit import LAUNCHED_BY_US
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What another launcher has started.
+
+    Attributes:
+        launcher: "torchrun" or "srun".
+        processes: Of each machine.
+        machines: Their number.
+    """
+
+    launcher: str
+    processes: int
+    machines: int
+
+    @property
+    def wants(self) -> str:
+        """How one asks the launcher for another number of processes."""
+        return "torchrun --nproc_per_node" if self.launcher == "torchrun" else "sbatch --ntasks-per-node"
+
+
+def launched_from_outside() -> bool:
+    """Return whether something else starts the ranks, or has: torchrun, Slurm, another cluster, or a launcher."""
+    clusters = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment)
+    return "LOCAL_RANK" in os.environ or any(cluster.detect() for cluster in clusters)
+
+
+def layout() -> Layout | None:
+    """Return what torchrun or srun has started; None where it was neither.
+
+    Raises:
+        UsageError: Not the same number on every machine, or a job of several tasks that srun has not started.
+    """
+    if LAUNCHED_BY_US in os.environ:
+        return None
+    if TorchElasticEnvironment.detect():
+        number, here = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        machines = int(os.environ.get("GROUP_WORLD_SIZE") or number // here)
+        return _even(Layout("torchrun", here, machines), number)
+    if SLURMEnvironment.detect():
+        number, machines = (int(os.environ.get(name, "1")) for name in ("SLURM_NTASKS", "SLURM_NNODES"))
+        if number > 1 and "SLURM_STEP_NUM_TASKS" not in os.environ:
+            raise UsageError(
+                f"this job has {number} tasks, and none was started: write srun before the command, as"
+                " scripts/train.sbatch does"
+            )
+        if number > 1 and "SLURM_NTASKS_PER_NODE" not in os.environ:
+            raise UsageError(f"--ntasks={number} leaves open which machine has how many; give sbatch --ntasks-per-node")
+        return _even(Layout("srun", max(1, number // machines), machines), number)
+    return None
+
+
+def _even(found: Layout, number: int) -> Layout:
+    if found.processes * found.machines != number:
+        raise UsageError(
+            f"{found.launcher} has started {number} processes on {found.machines} machines, and here {found.processes};"
+            f" every machine needs as many: see {found.wants}"
+        )
+    return found
+
+
+def as_launched(devices: int | str | list[int], num_nodes: int, strategy: str) -> tuple[int | str | list[int], int]:
+    """Return `--devices` and `--num_nodes` as a launcher has decided them, where the command line leaves them to it."""
+    found = layout()
+    if found is None:
+        return devices, num_nodes
+    if str(devices).strip() in ("auto", "-1") and strategy != "dp":
+        devices = found.processes
+    return devices, found.machines if num_nodes == 1 else num_nodes
+
+
+def check_launched(hardware: Hardware) -> None:
+    """Refuse hardware flags that contradict what a launcher has started.
+
+    Raises:
+        UsageError: They do.
+    """
+    found = layout()
+    if found is None:
+        return
+    processes = f"{found.processes} processes" if found.processes > 1 else "1 process"
+    if hardware.strategy == "dp" and found.processes * found.machines > 1:
+        raise UsageError(
+            f"--strategy dp is one process, and {found.launcher} has started {found.processes * found.machines}; use"
+            f" --strategy ddp, or leave {found.launcher} out"
+        )
+    if hardware.strategy != "dp" and len(hardware.devices) != found.processes:
+        number = len(hardware.devices)
+        raise UsageError(
+            f"--devices {number}: {found.launcher} has started {processes} on this machine; leave --devices out, or give"
+            f" {found.wants}={number}"
+        )
+    if hardware.num_nodes != found.machines:
+        flag = "--nnodes" if found.launcher == "torchrun" else "--nodes"
+        raise UsageError(
+            f"--num_nodes {hardware.num_nodes}: {found.launcher} has started processes on {found.machines}; leave"
+            f" --num_nodes out, or give {found.wants.split()[0]} {flag}={hardware.num_nodes}"
+        )
+
+
+def cluster_plugins() -> list[SLURMEnvironment]:
+    """Return what a Trainer must be told of the cluster: under Slurm, that it leaves requeuing to scripts/train.sbatch.
+
+    Lightning's own checkpoint for a requeued job would be taken up by every other run of the same log_dir.
+    """
+    return [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
+
+
+def meet_again() -> TCPStore | None:
+    """After a restart by torchrun, open a new store for the ranks to find each other by; return rank 0's, to be kept.
+
+    torchrun (2.14) hands every attempt the same store, in which the ranks find the addresses of the attempt before.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, key = os.environ["MASTER_ADDR"], f"attempt/{attempt}/port"
+    agent, server = TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False), None
+    if os.environ["RANK"] == "0":
+        server = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        agent.set(key, str(server.port))
+    os.environ["MASTER_PORT"] = agent.get(key).decode()  # waits for rank 0
+    return server
+
+
+def choose_network() -> None:
+    """Have gloo use the network that reaches the other machines, where GLOO_SOCKET_IFNAME does not name one.
+
+    It would take that of this machine's own name, which is often the loopback's address.
+    """
+    address = os.environ.get("MASTER_ADDR")
+    if address is None or "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
+        return
+    import fcntl
+
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing
+            own = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                try:
+                    answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                except OSError:  # it has no address
+                    continue
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    os.environ["GLOO_SOCKET_IFNAME"] = name
+                    return
+    except OSError:  # gloo will say what it misses
+        return
