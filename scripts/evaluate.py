@@ -20,7 +20,9 @@ from project.run.exit import exit_codes
 def main() -> None:
     """Parse, test, print, write."""
     from project.data.datamodule import ImageDataModule
+    from project.errors import UsageError
     from project.model.classifier import Classifier
+    from project.model.evaluation import MOST_CLASSES
     from project.run.drawing import as_png, confusion_matrix
     from project.run.evaluate import as_lines, data_settings, evaluate, of_other_images
     from project.run.flags import flag_of
@@ -39,6 +41,10 @@ def main() -> None:
     settings, class_names, precision = data_settings(path)
     flags = parser.parse_args_with({f"data.{name}": value for name, value in settings.items()})
     json_file, plot_file = check_output("json", flags.json, ".json"), check_output("plot", flags.plot, ".png")
+    if plot_file and len(class_names) > MOST_CLASSES:
+        raise UsageError(f"--plot {plot_file}: of more than {MOST_CLASSES} classes there is no picture; leave it out")
+    if plot_file and plot_file.exists() and plot_file.resolve().is_relative_to(Path(flags.data.root).resolve()):
+        raise UsageError(f"--plot {plot_file} is a file among the images of --data.root; name another")
     hardware, notices = start(flags)
 
     settings = of_other_images({**settings, **flags.data}, class_names, flag_of("data.root", sys.argv))

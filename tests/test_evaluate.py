@@ -232,6 +232,9 @@ def test_the_network_is_built_anew_with_its_weights_and_what_belongs_to_it(run: 
     assert trained.mean == saved["ImageDataModule"]["mean"]
 
 
+MOBILE = "torchvision.models.MobileNetV2"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -240,12 +243,19 @@ def test_the_network_is_built_anew_with_its_weights_and_what_belongs_to_it(run: 
         ({"class_path": "project.model.networks.ConvNet", "init_args": {"hidden": 7}}, "do not fit"),
         ({"class_path": "venv.__main__.x"}, "is not taken from a checkpoint"),  # to import it would make a folder
         ({"class_path": "project.run.trained.load_trained"}, "is no network"),
+        ({"class_path": "torch.nn.Flatten", "init_args": {}}, "do not fit"),  # torch.nn is ours, but not these weights'
+        ({"class_path": "logs.theirs.evil.Net"}, "is not taken from a checkpoint"),
+        ({"class_path": MOBILE, "init_args": {"norm_layer": "this.d"}}, "this.d, an argument of its network, is not taken"),
+        ({"class_path": MOBILE, "init_args": {"norm_layer": {"class_path": "this.Foo"}}}, "this.Foo, an argument of its"),
     ],
 )
 def test_a_network_that_cannot_be_built_is_named(
     change: dict[str, Any], words: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "logs" / "theirs").mkdir(parents=True)
+    (tmp_path / "logs" / "theirs" / "evil.py").write_text("open('ran', 'w')")
     changed = torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)
     settings = yaml.safe_load(changed["run"]["config"])
     settings["model"]["network"] |= change
@@ -254,3 +264,4 @@ def test_a_network_that_cannot_be_built_is_named(
     with pytest.raises(UsageError, match=words):
         load_trained(Path("changed.ckpt"))
     assert not Path("ran").exists()
+    assert "this" not in sys.modules

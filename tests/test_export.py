@@ -294,11 +294,26 @@ def test_an_export_that_differs_from_the_checkpoint_is_not_written(
     assert [path.read_text() for path in tmp_path.iterdir()] == ["what was there"]
 
 
-def test_one_that_cannot_be_written_whole_leaves_nothing(tmp_path: Path) -> None:
+def test_one_that_cannot_be_written_whole_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "net.json").mkdir()  # where the metadata should go
+    (tmp_path / "net").write_text("what was there")
     with pytest.raises(UsageError, match="net cannot be written"):
         export(of(narrow()), "weights", tmp_path / "net")
-    assert [path.name for path in tmp_path.iterdir()] == ["net.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["net", "net.json"]
+    assert (tmp_path / "net").read_text() == "what was there"
+
+
+def test_without_room_for_the_weights_both_files_stay_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export(of(narrow()), "weights", tmp_path / "net.pth")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(path: Path, write: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(exporting, "write_durably", full)
+    with pytest.raises(OSError, match="No space left"):
+        export(of(narrow()), "weights", tmp_path / "net.pth")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_sigterm_leaves_nothing(exports: Path, tmp_path: Path) -> None:
@@ -337,8 +352,10 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
         (["--to", "weights,torch", "--output", "net"], "--output net is one file, and --to weights,torch makes 2; .*"),
         (["--output", "."], r"--output \. is a folder; name a file in it"),
         (["--output", "best.ckpt"], "--output best.ckpt is the checkpoint itself; name another file"),
-        (["--output", "best.ckpt/net"], "--output best.ckpt/net: nothing can be written in .*; name a file elsewhere .*"),
-        (["--output", "/proc/nothing"], "/proc/nothing cannot be written .*; name a file elsewhere with --output"),
+        (["--output", "best.ckpt/net.pth"], "--output best.ckpt/net.pth: nothing can be written in .*; name a file .*"),
+        (["--output", "last.ckpt"], "--output last.ckpt must end with .pth"),
+        (["--to", "torch", "--output", "net.pth"], "--output net.pth must end with .pt2"),
+        (["--output", "/proc/nothing.pth"], "/proc/nothing.pth cannot be written .*; name a file elsewhere with --output"),
         (["--outptu", "net"], "--outptu is not a flag; did you mean --output?"),
         (["--to"], ".*--to.*expected one argument"),
     ],

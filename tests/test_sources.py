@@ -3,6 +3,7 @@
 import hashlib
 import http.server
 import io
+import os
 import pickle
 import shutil
 import tarfile
@@ -369,3 +370,30 @@ def test_a_postscript_file_is_refused_and_not_run(tmp_path: Path) -> None:
     (tmp_path / "picture.eps").rename(tmp_path / "picture.png")
     with pytest.raises(UsageError, match="PostScript is a program"):
         read_image(tmp_path / "picture.png", 8)
+
+
+@pytest.mark.parametrize("link", ["class0/up", "class0/deeper/up"])
+def test_a_link_back_up_brings_no_image_in_twice_or_under_another_class(
+    link: str, image_folder: ImageFolder, tmp_path: Path
+) -> None:
+    root = image_folder([3, 2], [1, 1])
+    for split in ("train", "test"):
+        place = root / split / link
+        place.parent.mkdir(exist_ok=True)
+        place.symlink_to(root / split)
+        place.with_name("round").symlink_to(place.parent)
+    (root / "train" / "class1" / "more").symlink_to(tmp_path)  # one to elsewhere is followed
+    save(Image.new("RGB", (4, 4)), tmp_path / "x.png")
+    assert FolderSource(root, 32).class_counts() == {"train": [3, 3], "test": [1, 1]}
+
+
+def test_names_that_are_not_utf_8_are_read_or_refused_in_one_line(image_folder: ImageFolder) -> None:
+    root = image_folder([2, 2], [1, 1])
+    name = os.fsdecode(b"\xc4\xe3.png")  # in GBK, as unzip leaves what was packed on Windows
+    save(Image.new("RGB", (4, 4)), root / "train" / "class0" / name)
+    source = FolderSource(root, 32)
+    assert source.class_counts()["train"] == [3, 2]
+    assert source.fingerprint().isprintable() or "\n" in source.fingerprint()
+    (root / "train" / "class1").rename(root / "train" / os.fsdecode(b"\xb9\xb7"))
+    with pytest.raises(UsageError, match=r"the class folder b'\\xb9\\xb7' in .* rename it"):
+        FolderSource(root, 32)

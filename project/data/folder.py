@@ -49,6 +49,12 @@ class FolderSource(Source):
             self._classes = list(class_names)
             return
         self._classes = sorted(entry.name for entry in os.scandir(root / "train") if _is_visible_folder(entry))
+        for name in self._classes:
+            if not name.isprintable():  # as of an archive from a system with another character set
+                raise UsageError(
+                    f"--data.root {self.root}: the class folder {os.fsencode(name)!r} in {root / 'train'} has a name that"
+                    " cannot be printed (not UTF-8, or control characters); rename it"
+                )
         if len(self._classes) < 2:
             raise UsageError(
                 f"--data.root {root}: {root / 'train'} has {len(self._classes)} class folders; it needs two at least"
@@ -105,18 +111,35 @@ class FolderSource(Source):
             self._files[split] = [
                 (Path(parent, name), label)
                 for label, class_name in enumerate(self._classes)
-                for parent, _, names in _walk(folder / class_name)
+                for parent, names in _walk(folder / class_name, self._above(folder))
                 for name in names
                 if name.lower().endswith(suffixes) and not name.startswith(".")
             ]
         return self._files[split]
 
+    def _above(self, folder: Path) -> frozenset[tuple[int, int]]:
+        """Return what is known of the folders from a split's up to the root's: images that a link back finds are others'."""
+        folders = (folder, *folder.parents)
+        return frozenset(map(_identity, (f for f in folders[: folders.index(self.root) + 1] if f.is_dir())))
 
-def _walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Walk a class's folder, links included, in an order that every machine agrees on."""
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        folders.sort()
-        yield parent, folders, sorted(names)
+
+def _identity(folder: Path) -> tuple[int, int]:
+    about = os.stat(folder)
+    return about.st_dev, about.st_ino
+
+
+def _walk(folder: Path, above: frozenset[tuple[int, int]]) -> Iterator[tuple[Path, list[str]]]:
+    """Yield a folder and those in it, each with its files, in an order that every machine agrees on.
+
+    Links are followed, but not back to a folder that they lie in, nor to one of `above`.
+    """
+    if not folder.is_dir() or (here := _identity(folder)) in above:
+        return
+    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    yield folder, [entry.name for entry in entries if not entry.is_dir()]
+    for entry in entries:
+        if entry.is_dir():
+            yield from _walk(Path(entry.path), above | {here})
 
 
 def _is_visible_folder(entry: os.DirEntry[str]) -> bool:

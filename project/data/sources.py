@@ -68,7 +68,8 @@ def stat_digest(root: Path, paths: Iterable[Path]) -> str:
     for path in paths:
         stat = os.stat(path)
         name = os.fspath(path)[len(prefix) :]
-        digest.update(f"{name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}\n".encode())
+        figures = f" {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}\n"
+        digest.update(os.fsencode(name) + figures.encode())  # a name need not be UTF-8
     return digest.hexdigest()
 
 

@@ -78,8 +78,9 @@ class Board(Callback):
                 step, network = trainer.global_step - 1, getattr(pl_module, "network", None)
                 if _picture_loggers(trainer.loggers) and (picture := _batch(trainer, batch)) is not None:
                     send_picture(trainer.loggers, "train/batch", picture, step)
-                if isinstance(network, nn.Module) and isinstance(batch[0], Tensor):
-                    _send_graph(trainer.loggers, network, batch[0][:1].to(pl_module.dtype))
+                images = batch[0] if isinstance(batch, tuple | list) and batch else None
+                if isinstance(network, nn.Module) and isinstance(images, Tensor):
+                    _send_graph(trainer.loggers, network, images[:1].to(pl_module.dtype))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show what the validation found."""
@@ -160,6 +161,8 @@ def _picture_loggers(loggers: Sequence[Logger]) -> list[Logger]:
 
 
 def _batch(trainer: Trainer, batch: Any) -> np.ndarray | None:
+    if not (isinstance(batch, tuple | list) and len(batch) > 1):
+        return None
     images, labels, *_ = batch
     if not (isinstance(images, Tensor) and images.dim() == 4 and images.shape[1] == 3):  # a module of the user's
         return None

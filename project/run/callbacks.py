@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import CustomBarColumn
+from lightning.pytorch.utilities.data import extract_batch_size
 from rich.progress import TextColumn
 
 from project.model.classifier import is_end_of_epoch, is_writing_step
@@ -104,7 +105,8 @@ class RunRecord(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count images; write the speed as often as the classifier writes the loss."""
-        self._window_images += len(batch[1]) * trainer.world_size
+        known = isinstance(batch, tuple | list) and len(batch) > 1  # another is a data module's of the user's
+        self._window_images += (len(batch[1]) if known else extract_batch_size(batch)) * trainer.world_size
         self._window_batches += 1
         if is_writing_step(trainer, batch_idx):
             if trainer.strategy.root_device.type != "cpu":

@@ -35,7 +35,7 @@ from project.run.cluster import (
     choose_network,
     cluster_plugins,
     launched_from_outside,
-    meet_again,
+    meeting,
 )
 from project.run.exit import LAUNCHED_BY_US
 from project.run.flags import OWN_FLAGS, SHORT_FLAGS, TrainParser, flag_of
@@ -72,7 +72,7 @@ class TrainCLI(LightningCLI):
         self.notices.install()
         self._is_command = args is None
         self._launches = self._is_command and not launched_from_outside()
-        self._store = meet_again()
+        meeting.meet()
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             stop_signal.join(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         self.record = RunRecord()
@@ -151,7 +151,11 @@ class TrainCLI(LightningCLI):
     def _find_continuation(self, config: Namespace) -> Continuation:
         """Return what to go on from: a restarted job's own run, or what `--resume` says."""
         log_dir, name, resume, job = config.log_dir, config.name, config.resume, restarted_job()
-        if job and (own := stop_signal.agree_on("run", lambda: str(newest_run(log_dir, name, job) or ""))):
+
+        def own_run() -> str:
+            return str(meeting.remembered() or (newest_run(log_dir, name, job) if job else None) or "")
+
+        if own := stop_signal.agree_on("run", own_run):
             return in_directory(Path(own))
         if isinstance(resume, str):
             if re.match(r"\w+:/", resume):

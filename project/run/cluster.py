@@ -1,10 +1,15 @@
 """Ranks that torchrun or Slurm has started: how many there are, where they meet, and what Lightning is told of them."""
 
+import contextlib
 import os
+import secrets
 import socket
 import struct
 import sys
+import time
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 
 from lightning.fabric.plugins.environments import LSFEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from torch.distributed import TCPStore
@@ -121,21 +126,71 @@ def cluster_plugins() -> list[SLURMEnvironment]:
     return [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
 
 
-def meet_again() -> TCPStore | None:
-    """After a restart by torchrun, open a new store for the ranks to find each other by; return rank 0's, to be kept.
+class Meeting:
+    """Where torchrun's ranks find each other, anew after every restart, and what they remember of those before.
 
-    torchrun (2.14) hands every attempt the same store, in which the ranks find the addresses of the attempt before.
+    torchrun (2.14) keeps one store for all restarts, in which the ranks would find the addresses of those before. Nor can
+    they tell by its count of restarts which one this is: a machine that joins later begins at 0.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    address, key = os.environ["MASTER_ADDR"], f"attempt/{attempt}/port"
-    agent, server = TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False), None
-    if os.environ["RANK"] == "0":
-        server = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        agent.set(key, str(server.port))
-    os.environ["MASTER_PORT"] = agent.get(key).decode()  # waits for rank 0
-    return server
+
+    def __init__(self) -> None:
+        self._agent: TCPStore | None = None  # torchrun's store
+        self._server: TCPStore | None = None  # rank 0's own, while its process lives
+
+    def meet(self, seconds: float = 300.0) -> None:
+        """Have rank 0 open a store for this start, and the others find it; under another launcher than torchrun do nothing.
+
+        Args:
+            seconds: To wait for rank 0.
+
+        Raises:
+            UsageError: It did not come.
+        """
+        if LAUNCHED_BY_US in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return
+        address, end = os.environ["MASTER_ADDR"], time.monotonic() + seconds
+        self._agent = TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False)
+        if os.environ["RANK"] == "0":
+            mark = secrets.token_hex(8)
+            self._server = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            self._server.set("mark", mark)
+            os.environ["MASTER_PORT"] = str(self._server.port)
+            self._agent.set("meet", f"{self._server.port} {mark}")
+            return
+        while time.monotonic() < end:
+            if self._agent.check(["meet"]):
+                port, mark = self._agent.get("meet").decode().split()
+                if self._is(address, int(port), mark):
+                    os.environ["MASTER_PORT"] = port
+                    return
+            time.sleep(0.2)
+        raise UsageError(f"rank 0, on {address}, has not come within {seconds:g} s; look at its output, and at its network")
+
+    @staticmethod
+    def _is(address: str, port: int, mark: str) -> bool:
+        """Return whether this is the store of the rank 0 that lives now: those before have ended, and their stores too."""
+        try:
+            with socket.create_connection((address, port), timeout=2):
+                pass
+            store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=2))
+            return store.check(["mark"]) and store.get("mark").decode() == mark
+        except (OSError, RuntimeError):
+            return False
+
+    def remember(self, run: Path) -> None:
+        """Have later starts know which run directory is this job's."""
+        if self._agent is not None and os.environ["RANK"] == "0":
+            with contextlib.suppress(RuntimeError):  # torchrun is about to end
+                self._agent.set("run", str(run.resolve()))
+
+    def remembered(self) -> Path | None:
+        """Return the run directory that an earlier start of this job has made; None for none."""
+        if self._agent is None or not self._agent.check(["run"]):
+            return None
+        return Path(self._agent.get("run").decode())
+
+
+meeting = Meeting()  # of this process
 
 
 def choose_network() -> None:

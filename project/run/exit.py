@@ -16,6 +16,7 @@ from project.errors import RunError, UsageError
 from project.run.signals import Stopped, stop_signal
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+LOST = "error: the other ranks do not answer"  # how that line begins
 LAUNCHED_BY_US = "PROJECT_LAUNCHER"  # in the environment of a rank that project.run.launch has started
 
 
@@ -44,8 +45,8 @@ def exit_codes() -> Iterator[None]:
         _fail(1, f"it left before the end, with exit code 0\n{traceback.format_exc()}")
     except OSError as error:
         _fail(1, f"error: {no_space(error)}" if error.errno in NO_SPACE and error.filename else traceback.format_exc())
-    except Exception:
-        _fail(1, traceback.format_exc())
+    except Exception as error:
+        _fail(1, lost_ranks(error) or traceback.format_exc())
 
 
 def no_space(error: OSError) -> str:
@@ -56,6 +57,28 @@ def no_space(error: OSError) -> str:
         folder = os.path.dirname(folder)
     free = shutil.disk_usage(folder).free / 2**20
     return f"{name} could not be written: {error.strerror}; {free:,.1f} MiB are free in {folder}"
+
+
+def lost_ranks(error: Exception) -> str:
+    """Say in one line that other ranks did not come, have gone or are silent, where an error comes of that; else nothing."""
+    distributed = sys.modules.get("torch.distributed")
+    text = " ".join(str(error).split())
+    if distributed is None or not isinstance(error, RuntimeError):
+        return ""
+    if not isinstance(error, distributed.DistError) and not re.search(
+        r"gloo[/.]|\bgloo\b.*(?:closed|timed out)", text, re.I
+    ):
+        return ""
+    if not re.search(
+        r"timed? ?out|closed|reset|refused|unreachable|no route|abort|remote process|failed to connect", text, re.I
+    ):
+        return ""
+    met = f"{os.environ.get('MASTER_ADDR', '?')} port {os.environ.get('MASTER_PORT', '?')}"
+    reason = re.sub(r"^\[[^\]]*\] ?", "", text)[:160]
+    return (
+        f"{LOST} ({reason}), having waited up to --timeout; look whether the machine of rank 0, {met}, and the others are up"
+        " and reach each other, and what their own output says; --resume goes on from the last checkpoint"
+    )
 
 
 def _launched() -> bool:

@@ -75,11 +75,14 @@ def destinations(to: str, output: str | None, checkpoint: Path) -> dict[str, Pat
     if output is not None and len(formats) > 1:
         raise UsageError(f"--output {output} is one file, and --to {to} makes {len(formats)}; leave one of the two out")
     places = {name: Path(output or checkpoint.with_suffix(FORMATS[name][0])).expanduser() for name in formats}
-    for path in places.values():
+    for name, path in places.items():
+        suffix = Path(f"net{FORMATS[name][0]}").suffix
         if path.is_dir():
             raise UsageError(f"--output {path} is a folder; name a file in it")
         if path.exists() and path.samefile(checkpoint):
             raise UsageError(f"--output {path} is the checkpoint itself; name another file")
+        if path.suffix != suffix:  # so that it is never another checkpoint, an image or whatever lies there
+            raise UsageError(f"--output {path} must end with {suffix}")
         folder = next(folder for folder in path.absolute().parents if folder.exists())
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             raise UsageError(f"--output {path}: nothing can be written in {folder}; name a file elsewhere with --output")
@@ -110,18 +113,15 @@ def export(trained: Trained, to: str, path: Path) -> list[str]:
             f" {TOLERANCE:.0e}; {path} is not written"
         )
     holds = f"a program from uint8 (B, 3, S, S), S = {trained.image_size}, to probabilities, with {ABOUT} inside"
-    files = {path: data}
-    if to == "weights":
-        files = {Path(f"{path}.json"): about.encode(), path: data}
-        holds = f"a state_dict for {trained.network_class}; {path.name}.json beside it tells the rest"
-    written: list[Path] = []
+    new = path.with_name(f".{path.name}.new.tmp")  # one of the two files of weights without the other is worth nothing
     try:
-        for name, content in files.items():
-            write_durably(name, lambda file, content=content: file.write(content))
-            written.append(name)
+        write_durably(new, lambda file: file.write(data))
+        if to == "weights":
+            write_durably(Path(f"{path}.json"), lambda file: file.write(about.encode()))
+            holds = f"a state_dict for {trained.network_class}; {path.name}.json beside it tells the rest"
+        new.replace(path)
     except OSError as error:
-        for name in written:  # one without the other is worth nothing
-            name.unlink()
+        new.unlink(missing_ok=True)
         if error.errno in NO_SPACE:
             raise
         raise UsageError(f"{path} cannot be written ({error.strerror}); name a file elsewhere with --output") from error

@@ -17,7 +17,7 @@ from pathlib import Path
 from torch.distributed import DistNetworkError, TCPStore
 
 from project.errors import UsageError
-from project.run.exit import LAUNCHED_BY_US
+from project.run.exit import LAUNCHED_BY_US, LOST
 from project.run.signals import NAMES, SECONDS_TO_SAVE, stop_signal
 
 STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT)  # exit codes
@@ -127,7 +127,7 @@ def _watch(ranks: list[Rank], store: TCPStore, heard: list[int]) -> int:
     while any(rank.code is None for rank in ranks):
         if heard and not stop:
             stop, deadline, stopped = heard[0], time.monotonic() + SECONDS_TO_SAVE + 5, time.time()
-            store.set("stop/0/signum", str(stop))  # ranks that are not connected yet see it when they are
+            store.set("stop/signum", str(stop))  # ranks that are not connected yet see it when they are
             if stop == signal.SIGTERM:
                 _signal_all(ranks, stop)
         if heard.count(signal.SIGINT) > 1:
@@ -149,7 +149,10 @@ def _watch(ranks: list[Rank], store: TCPStore, heard: list[int]) -> int:
         time.sleep(0.02)
     failed = [rank for rank in ranks if rank.at_fault and rank.code not in STOPPED and not _finished(rank, store)]
     if stop:  # ranks that missed one which had already stopped have not failed
-        failed = [rank for rank in failed if rank.says.startswith("error: ") or rank.account_written < stopped]
+        own = [rank for rank in failed if rank.says.startswith("error: ") and not rank.says.startswith(LOST)]
+        failed = [rank for rank in failed if rank in own or rank.account_written < stopped]
+    if any(not rank.says.startswith(LOST) for rank in failed):  # who misses others is not at fault
+        failed = [rank for rank in failed if not rank.says.startswith(LOST)]
     if failed:
         first, words = first_failure(failed)
         print(words, file=sys.stderr, flush=True)
@@ -159,7 +162,7 @@ def _watch(ranks: list[Rank], store: TCPStore, heard: list[int]) -> int:
 
 def _finished(rank: Rank, store: TCPStore) -> bool:
     try:
-        return rank.code == 0 and store.check([f"stop/0/done/{rank.number}"])
+        return rank.code == 0 and store.check([f"stop/done/{rank.number}"])
     except RuntimeError:  # the machine that kept the store has finished and left
         return True
 

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from project.errors import UsageError
 from project.run.checkpoints import RunCheckpoints
+from project.run.cluster import meeting
 from project.run.exit import LAUNCHED_BY_US
 from project.run.notices import Notices
 from project.run.resume import purge
@@ -93,10 +94,12 @@ class RunDirectory:
         self._hold(path)
         if key := job_key():
             (path / JOB_FILE).write_text(key)
+        meeting.remember(path)
         return path
 
     def _take_up(self, path: Path) -> Path:
         self._hold(path)
+        meeting.remember(path)
         for left_over in path.rglob(".*.tmp"):  # of a writer that was killed
             left_over.unlink()
         self.earlier_events = sorted(path.glob("events.out.tfevents.*"))

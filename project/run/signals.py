@@ -104,7 +104,7 @@ class StopSignal:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
         self._rank, self._world_size = rank, world_size
-        self._store = PrefixStore(f"stop/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        self._store = PrefixStore("stop", store)
 
     def begin_training(self) -> None:
         """There is something to save from here on."""

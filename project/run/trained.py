@@ -2,7 +2,9 @@
 
 import importlib.util
 import inspect
+import re
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ from project.errors import UsageError
 from project.run.storage import read_checkpoint
 
 OF_THE_IMAGES = ("class_names", "image_size", "mean", "std")  # what a data module's state_dict must tell
+
+# Modules that have nothing but networks and their parts: to name one of them does nothing but build it.
+NETWORKS_ONLY = ("torch.nn.", "torchvision.models.", "torchvision.ops.")
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,8 @@ def _network_of(path: Path, settings: dict[str, Any], images: dict[str, Any]) ->
     module, _, attribute = name.rpartition(".")
     if not _is_ours(module):  # to import a module runs it, whatever it is
         raise UsageError(
-            f"{path}: its network, {name}, is not taken from a checkpoint's word: only what lies in this clone, or in"
-            " torch.nn or torchvision.models, is. Write a class around it into a file at the clone's root"
+            f"{path}: its network, {name}, is not taken from a checkpoint's word: only what lies in this clone, in a"
+            " module or a package with an __init__.py, or in torch.nn or torchvision.models, is"
         )
     try:
         found = getattr(__import__(module, fromlist=[attribute]), attribute)
@@ -138,6 +143,7 @@ def _network_of(path: Path, settings: dict[str, Any], images: dict[str, Any]) ->
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise UsageError(f"{path}: its network, {name}, is no network: no torch.nn.Module")
     arguments = dict(network.get("init_args") or {})
+    _check_arguments(path, arguments)
     known = inspect.signature(found).parameters
     for argument, value in (("num_classes", len(images["class_names"])), ("image_size", images["image_size"])):
         if argument in known:
@@ -150,13 +156,33 @@ def _is_ours(module: str) -> bool:
     top, *below = module.split(".")
     if "__main__" in (top, *below):
         return False
-    if module.startswith(("torch.nn.", "torchvision.models.")):
+    if f"{module}.".startswith(NETWORKS_ONLY):
         return True
     root = Path(__file__).resolve().parents[2]
     found = importlib.util.find_spec(top)  # which does not run it
-    places = [found.origin] if found and found.origin else list((found and found.submodule_search_locations) or [])
-    inside = [Path(place).resolve() for place in places]
-    return bool(inside) and all(p.is_relative_to(root) and "site-packages" not in p.parts for p in inside)
+    if found is None or found.origin is None:  # a folder without __init__.py, as logs/, where what others gave may lie
+        return False
+    place = Path(found.origin).resolve()
+    return place.is_relative_to(root) and "site-packages" not in place.parts
+
+
+def _check_arguments(path: Path, value: Any) -> None:
+    """Refuse an argument that names what is not ours: to build the network would import it."""
+    if isinstance(value, dict):
+        parts: Iterable[Any] = value.values()
+    elif isinstance(value, list | tuple):
+        parts = value
+    else:
+        parts = ()
+        if isinstance(value, str) and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", value):
+            module = value.rpartition(".")[0]
+            if not _is_ours(module) and importlib.util.find_spec(module.partition(".")[0]) is not None:
+                raise UsageError(
+                    f"{path}: {value}, an argument of its network, is not taken from a checkpoint's word: only what lies in"
+                    " this clone, in a package with an __init__.py, or in torch.nn or torchvision.models, is"
+                )
+    for part in parts:
+        _check_arguments(path, part)
 
 
 def _build(path: Path, name: str, arguments: dict[str, Any]) -> nn.Module:

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from project.errors import UsageError
 from project.run.callbacks import ProgressBar
 from project.run.checks import Hardware, check_hardware
-from project.run.cluster import as_launched, check_launched, choose_network, cluster_plugins, launched_from_outside
+from project.run.cluster import as_launched, check_launched, choose_network, cluster_plugins, launched_from_outside, meeting
 from project.run.flags import SHORT_FLAGS, OneLineParser
 from project.run.launch import launch
 from project.run.notices import Notices
@@ -70,6 +70,7 @@ def start(flags: Namespace) -> tuple[Hardware, Notices]:
     if hardware.family not in ("dp", "ddp", "single_device") or (hardware.world_size > 1 and not hardware.is_launched):
         raise UsageError(f"--strategy {hardware.strategy}: a trained network runs with ddp or dp here; use one of them")
     check_launched(hardware)
+    meeting.meet()
     if hardware.num_nodes > 1:
         choose_network()
     if hardware.is_launched and not launched_from_outside():
