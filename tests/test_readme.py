@@ -39,7 +39,7 @@ def test_every_flag_it_names_is_a_flag() -> None:
     table = README.partition("\n## The flags\n")[2].partition("\n## See it\n")[0]
     named = set(re.findall(r"--(\w+)", table))
     assert named - {"trainer", "data", "help", "config"} <= {*SHORT_FLAGS, *OWN_FLAGS}
-    assert {*SHORT_FLAGS, *OWN_FLAGS} - named == {"num_nodes"}  # not tried, so not advertised
+    assert {*SHORT_FLAGS, *OWN_FLAGS} <= named
 
 
 @pytest.mark.slow
