@@ -104,6 +104,7 @@ class TrainParser(OneLineParser, LightningArgumentParser):
         """Put the short flags first."""
         usage, _, rest = super().format_help(*args).partition("options:")
         flags = {flag: text for flag, (_, text) in SHORT_FLAGS.items()} | {f: text for f, (*_, text) in OWN_FLAGS.items()}
+        del flags["timeout"]  # rarely typed; the list is to be seen at a glance
         width = max(map(len, flags)) + 4
         lines = [f"  --{flag:<{width}}{text}" for flag, text in flags.items()]
         return "\n".join([f"{usage}flags:", *lines, "", "everything else:"]) + rest
