@@ -164,6 +164,7 @@ def test_the_network_is_told_the_classes_and_the_size(image_folder: ImageFolder)
     assert model.evaluations["test"].by_class.num_classes == 3
 
 
+@pytest.mark.slow  # six processes, one after another
 def test_help_shows_the_short_flags_first_and_is_quick(tmp_path: Path) -> None:
     seconds: dict[str, list[float]] = {"help": [], "import": []}
     for _ in range(3):

@@ -112,9 +112,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--data.cache_dir", str(tmp_path_factory.mktemp("cache"))]
 
 
-@pytest.mark.parametrize(
-    "launcher", ["torch.distributed.run", pytest.param("torch.distributed.launch", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "torch.distributed.launch"])
 def test_a_launcher_says_how_many_processes_there_are(launcher: str, tmp_path: Path, cache: list[str]) -> None:
     few = [*cache, "--max_epochs", 1, "--trainer.limit_train_batches", 4, "--trainer.limit_test_batches", 1]
     result = python(*by(launcher, "--nproc_per_node=2", "--standalone"), *few, cwd=tmp_path, TMPDIR=str(tmp_path))
