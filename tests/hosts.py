@@ -1,5 +1,6 @@
 """Two hosts on one machine: network namespaces with addresses of their own, joined by a cable that can be pulled."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -18,13 +19,11 @@ def cannot() -> str:
     """Why this machine has no such hosts; empty where it has."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "only Linux's root can make network namespaces"
-    name = f"try-{os.getpid()}"
     try:
-        _ip("netns", "add", name)
+        with TwoHosts():
+            return ""
     except (OSError, subprocess.SubprocessError) as error:
         return f"network namespaces are not allowed here, or iproute2 is missing: {error}"
-    _ip("netns", "del", name, check=False)
-    return ""
 
 
 class TwoHosts:
@@ -40,7 +39,8 @@ class TwoHosts:
                 _ip("-n", name, "link", "set", "lo", "up")
                 _ip("-n", name, "link", "set", card, "up")
         except BaseException:
-            self.__exit__(None, None, None)
+            with contextlib.suppress(OSError):
+                self.__exit__(None, None, None)
             raise
         return self
 

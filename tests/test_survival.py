@@ -70,6 +70,21 @@ def other_file_system() -> Iterator[str]:
         yield folder
 
 
+def stop_in_the_write(command: Command, folder: Path) -> None:
+    """Have the processes stand still while a checkpoint is half written."""
+
+    def half_written() -> bool:
+        return any(path.name.endswith(".tmp") for path in folder.iterdir())
+
+    while True:
+        wait_for(half_written, 60, pause=0)
+        os.killpg(command.pid, signal.SIGSTOP)
+        time.sleep(0.02)  # until it has stopped
+        if half_written():
+            return
+        os.killpg(command.pid, signal.SIGCONT)  # it was quicker
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", DEVICES)
 def test_killed_twenty_times_it_ends_with_the_weights_of_an_uninterrupted_run(
@@ -84,7 +99,7 @@ def test_killed_twenty_times_it_ends_with_the_weights_of_an_uninterrupted_run(
                 before = steps_saved(tmp_path)
                 wait_for(lambda before=before: steps_saved(tmp_path) > before, 60)
                 time.sleep(draw.uniform(0, 0.3))
-                wait_for(lambda: any(path.name.endswith(".tmp") for path in folder.iterdir()), 60, pause=0)
+                stop_in_the_write(command, folder)
             else:
                 time.sleep(draw.uniform(0.5, 8 if devices == "one process" else 13))
             assert command.process.poll() is None, command.output
