@@ -414,6 +414,29 @@ def test_a_validation_that_is_done_again_is_not_shown_twice(tmp_path: Path, monk
     assert points(tmp_path) == before
 
 
+def test_validations_after_the_checkpoint_that_are_done_again_are_not_shown_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between accumulated batches there are several at the same optimizer step, before a checkpoint of it and after."""
+    gathered = ["--trainer.accumulate_grad_batches", "3", "--trainer.val_check_interval", "1"]
+    flags = [*SHORT, *NARROW, "--data.cache_dir", tmp_path / "cache", *gathered]
+    for name in ("killed", "stopped"):
+        (tmp_path / name).mkdir()
+    whole = Run(tmp_path / "killed", *flags, monkeypatch=monkeypatch)
+    before, kept = points(tmp_path / "killed"), tmp_path / "killed" / RUN / "checkpoints"
+    for boundary in range(3, whole.boundaries + 1):
+        stopped = tmp_path / "stopped" / RUN / "checkpoints"
+        Run(tmp_path / "stopped", *flags, stop_at=boundary, monkeypatch=monkeypatch)
+        step = torch.load(stopped / "last.ckpt", weights_only=True)["global_step"]
+        if step > 0 and step % 2:  # within an epoch of two steps
+            break
+        shutil.rmtree(tmp_path / "stopped" / "logs")
+    shutil.rmtree(kept)
+    shutil.copytree(stopped, kept)
+    assert Run(tmp_path / "killed", "--resume", monkeypatch=monkeypatch).seen
+    assert points(tmp_path / "killed") == before
+
+
 def test_the_configuration_shown_is_the_one_that_the_run_goes_on_with(
     stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

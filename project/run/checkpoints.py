@@ -45,6 +45,7 @@ class RunCheckpoints(Checkpoint):
         self._settled = False
         self._last_saved = 0
         self._validated = False  # since the last boundary
+        self._validations = 0  # done in this run directory, and not to be done again
         self._place = ""  # of the save going on; empty for one that a callback of the user's makes
 
     def _path(self, name: str) -> str:
@@ -100,6 +101,7 @@ class RunCheckpoints(Checkpoint):
             if score is not None and (self.best_score is None or float(score) > self.best_score):
                 self.best_score, self.best_step = float(score), trainer.global_step
                 self._save(trainer, "validation", "best")
+            self._validations += 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the end."""
@@ -153,6 +155,7 @@ class RunCheckpoints(Checkpoint):
             "warnings": list(self.warnings),
             "best_score": self.best_score,
             "best_step": self.best_step,
+            "validations": self._validations,
             "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
             # At the other places the batches of a step are complete, and Lightning's counter is one ahead.
             "gradients_pending": self._place in ("", "validation") and _gradients_pending(trainer),
@@ -166,6 +169,7 @@ class RunCheckpoints(Checkpoint):
             run = checkpoint.get("run", {})
             self.best_score, self.best_step = run.get("best_score"), run.get("best_step")
             self._metrics = run.get("metrics", {})
+            self._validations = run.get("validations", 0) if self.in_place else 0
             self.warnings.extend(text for text in run.get("warnings", []) if text not in self.warnings)
 
     def _settle(self, trainer: Trainer) -> None:

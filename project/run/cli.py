@@ -236,7 +236,7 @@ class TrainCLI(LightningCLI):
             "run": self.run_directory,
             "notices": self.notices,
             "first_step": self.continuation.step,
-            "validates": self.continuation.validates,
+            "validations": self.continuation.validations,
         }
         if self.config.explain:
             return self._instantiate_for_one_forward_pass()

@@ -184,10 +184,11 @@ class Meeting:
                 self._agent.set("run", str(run.resolve()))
 
     def remembered(self) -> Path | None:
-        """Return the run directory that an earlier start of this job has made; None for none."""
+        """Return the run directory that an earlier start of this job has made, from here; None for none."""
         if self._agent is None or not self._agent.check(["run"]):
             return None
-        return Path(self._agent.get("run").decode())
+        run = Path(self._agent.get("run").decode())
+        return run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
 
 
 meeting = Meeting()  # of this process

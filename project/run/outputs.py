@@ -192,7 +192,7 @@ class SaveConfig(SaveConfigCallback):
         run: The run directory.
         notices: Collects the warnings.
         first_step: The optimizer step that this process begins with, counted from 0.
-        validates: Whether it first does the validation of the step before, which the run may have done already.
+        validations: As in the continuation: how many the run has done, but for one that is done again.
         args: As for Lightning's own callback.
         kwargs: As for Lightning's own callback.
     """
@@ -203,14 +203,14 @@ class SaveConfig(SaveConfigCallback):
         run: RunDirectory,
         notices: Notices,
         first_step: int = 0,
-        validates: bool = False,
+        validations: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs, save_to_log_dir=False)
         self.run = run
         self.notices = notices
         self.first_step = first_step
-        self.validates = validates
+        self.validations = validations
         self._settled = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -254,8 +254,7 @@ class SaveConfig(SaveConfigCallback):
         """Take the points of steps that are now done again out of TensorBoard's files, and write this configuration."""
         if self.run.continued is not None and trainer.is_global_zero and not self._settled:
             self._settled = True
-            for path in self.run.earlier_events:
-                purge(path, trainer.global_step, self.validates)
+            purge(self.run.earlier_events, trainer.global_step, self.validations)
             self._write()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

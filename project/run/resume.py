@@ -2,8 +2,10 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ class Continuation:
         checkpoint: The checkpoint; None to begin at the first step.
         step: Optimizer steps done in it.
         epochs: Whole epochs done in it.
-        validates: Whether it was saved by a validation, or inside one, which is then done again before anything else.
+        validations: That the run had done by then, but for one that is done again; None if that is not known.
         config: The configuration of the run as YAML; empty if it is not known.
         damaged: What was found and passed over.
     """
@@ -43,7 +45,7 @@ class Continuation:
     checkpoint: Path | None
     step: int = 0
     epochs: int = 0
-    validates: bool = False
+    validations: int | None = None
     config: str = ""
     damaged: tuple[str, ...] = ()
 
@@ -108,11 +110,10 @@ def _continuation(run: Path | None, path: Path, checkpoint: dict[str, Any], dama
             f"--resume {path} was saved by a validation between the batches of one step, whose gradients it has not;"
             " give last.ckpt, or the run directory"
         )
-    config = checkpoint.get("run", {}).get("config", "")
+    known = checkpoint.get("run", {})
+    config, validations = known.get("config", ""), known.get("validations")
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
-    validation = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["total"]
-    validates = validation["ready"] > validation["completed"]
-    return Continuation(run, path, checkpoint["global_step"], epochs, validates, config, damaged)
+    return Continuation(run, path, checkpoint["global_step"], epochs, validations, config, damaged)
 
 
 def _gradients_pending(checkpoint: dict[str, Any]) -> bool:
@@ -170,33 +171,38 @@ def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
     return {name: value for key, part in settings.items() for name, value in _flat(part, f"{prefix}{key}.").items()}
 
 
-def purge(path: Path, step: int, validates: bool = False) -> None:
-    """Take out of one of TensorBoard's files what was written from an optimizer step on, and a torn end.
+def purge(paths: Sequence[Path], step: int, validations: int | None = None) -> None:
+    """Take out of a run's TensorBoard files what was written from an optimizer step on, and torn ends.
 
     Args:
-        path: The file.
+        paths: The files, in the order in which they were written.
         step: The first step to go, counted from 0.
-        validates: Whether the validation after the step before goes too.
+        validations: How many of the run stay. Those after them go, be they of the step before: it may have several.
     """
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
+
+    seen: Counter[str] = Counter()  # of each figure of a validation
+    for path in paths:
+        records = list(RawEventFileLoader(str(path)).Load())
+        kept = []
+        for record in records:
+            event = Event.FromString(record)
+            tags = [value.tag for value in event.summary.value]
+            seen.update(tag for tag in tags if tag.startswith("val/"))
+            stale = event.step >= step or any(tag.startswith("_hparams_/") for tag in tags)
+            if validations is not None and event.step == step - 1 and any(tag.startswith("val/") for tag in tags):
+                stale = stale or max(seen.values()) > validations
+            if not stale:
+                kept.append(record)
+        whole = sum(len(record) + 16 for record in records) == os.path.getsize(path)  # length, its checksum, the data's
+        if len(kept) < len(records) or not whole:
+            write_durably(path, partial(_write_records, kept))
+
+
+def _write_records(records: list[bytes], file: Any) -> None:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    records = list(RawEventFileLoader(str(path)).Load())
-    kept = []
+    writer = RecordWriter(file)
     for record in records:
-        event = Event.FromString(record)
-        tags = [value.tag for value in event.summary.value]
-        of_the_end = any(tag.startswith("_hparams_/") for tag in tags)
-        again = validates and event.step == step - 1 and any(tag.startswith("val") for tag in tags)
-        if event.step < step and not of_the_end and not again:
-            kept.append(record)
-    whole = sum(len(record) + 16 for record in records) == os.path.getsize(path)  # length, its checksum, the data's
-    if len(kept) < len(records) or not whole:
-
-        def write(file: Any) -> None:
-            writer = RecordWriter(file)
-            for record in kept:
-                writer.write(record)
-
-        write_durably(path, write)
+        writer.write(record)
