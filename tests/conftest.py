@@ -19,7 +19,17 @@ NARROW = ["--model.network.channels", "[4,4,8,8,8,8]", "--model.network.hidden",
 
 def clean_environment(**extra: str) -> dict[str, str]:
     """The environment of a new shell: none of the variables that launchers leave behind, no network, one thread."""
-    left_by_launchers = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_", "PL_", "TORCHELASTIC")
+    left_by_launchers = (
+        "RANK",
+        "LOCAL_RANK",
+        "NODE_RANK",
+        "GROUP_RANK",
+        "WORLD_SIZE",
+        "MASTER_",
+        "PL_",
+        "TORCHELASTIC",
+        "SLURM",
+    )
     env = {k: v for k, v in os.environ.items() if not k.startswith(left_by_launchers)}
     nowhere = "http://127.0.0.1:9"  # a port that refuses at once
     env |= {"http_proxy": nowhere, "https_proxy": nowhere, "no_proxy": "", "NO_PROXY": ""}
