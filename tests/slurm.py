@@ -135,6 +135,7 @@ class Cluster:
         """Run one of Slurm's commands; return what it printed."""
         done = subprocess.run(
             [str(part) for part in command],
+            check=False,
             cwd=cwd or self.place,
             env=clean_environment(SLURM_CONF=str(self.config), **environment),
             capture_output=True,
