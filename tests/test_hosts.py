@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 from tests.conftest import ROOT, clean_environment, train
 from tests.hosts import ADDRESSES, TwoHosts, cannot
 from tests.survival import FLAGS, RUN, steps_in_tensorboard, steps_saved, wait_for
+from tests.test_train import IN_FLOAT32
 
 REASON = cannot()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
@@ -36,9 +38,10 @@ class OnHost:
         place: The folder that both share.
         torchrun: Its flags.
         flags: Of scripts/train.py.
+        env: Environment variables.
     """
 
-    def __init__(self, host: int, place: Path, torchrun: list[str], *flags: object) -> None:
+    def __init__(self, host: int, place: Path, torchrun: list[str], *flags: object, **env: str) -> None:
         self.file = place / f"host{host}-{time.monotonic_ns()}.txt"
         program = [*TwoHosts.on(host), sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", *torchrun]
         script = [ROOT / "scripts" / "train.py", "--strategy", "ddp", *flags]
@@ -46,7 +49,7 @@ class OnHost:
             self.process = subprocess.Popen(
                 [*program, *map(str, script)],
                 cwd=place,
-                env=clean_environment(TMPDIR=str(place)),
+                env=clean_environment(TMPDIR=str(place), **env),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -128,3 +131,47 @@ def test_a_pulled_cable_ends_both_in_time_and_the_same_commands_go_on(hosts: Two
     assert difference(place, tmp_path / "whole") == 0
     assert [run.name for run in (place / RUN).parent.iterdir()] == ["version_0"]
     assert steps_in_tensorboard(place) == list(range(6 * 84))
+
+
+ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or a machine that joins would not find the others (torch 2.14)
+
+
+def elastic(host: int) -> list[str]:
+    """One machine or two, as they come and go; it takes some seconds to see that one has gone."""
+    # is_host: which of them keeps the rendezvous' store; torchrun would know it by the host's name, which both share here.
+    how = f"last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=10,is_host={1 - host}"
+    where = [f"--rdzv_endpoint={ADDRESSES[0]}:29500", f"--local_addr={ADDRESSES[host]}", "--rdzv_id=job"]
+    return ["--nnodes=1:2", "--max-restarts=3", "--rdzv_backend=c10d", *where, f"--rdzv_conf={how}"]
+
+
+def test_a_machine_goes_and_comes_back_and_the_run_is_the_same(hosts: TwoHosts, tmp_path: Path) -> None:
+    """By the gentle recipe: after forty epochs of the default one, rounding alone makes 0.4 in float64, too (measured)."""
+    epochs = 24
+    flags = [*PRECISE, *IN_FLOAT32, "--max_epochs", epochs, "--checkpoint_every", 10]
+    for name in ("whole", "elastic"):
+        (tmp_path / name).mkdir()
+    place, timed = tmp_path / "elastic", [*flags, "--timeout", 20]
+
+    def epoch() -> int:
+        return max([0, *map(int, re.findall(r"^epoch (\d+)/", first.output, re.MULTILINE))])
+
+    def comes_to(more: int) -> None:
+        """Wait for some epochs more."""
+        until = epoch() + more
+        wait_for(lambda: epoch() >= until or first.process.poll() is not None, 120, 0.2)
+        assert first.process.poll() is None, first.output
+
+    with OnHost(0, place, elastic(0), *timed, **ELASTIC) as first:
+        with OnHost(1, place, elastic(1), *timed, **ELASTIC):
+            comes_to(2)
+        # Its machine is lost: torchrun and its rank were killed.
+        comes_to(2)
+        assert first.output.count("resume: from step") == 1
+        with OnHost(1, place, elastic(1), *timed, **ELASTIC) as second:
+            wait_for(lambda: (first.output + second.output).count("resume: from step") == 2, 60)
+            assert (first.process.wait(240), second.process.wait(60)) == (0, 0), first.output + second.output
+            assert "on 2 x cpu (ddp)" in first.output + second.output
+    train(tmp_path / "whole", *flags)
+    assert difference(place, tmp_path / "whole") < 1e-6
+    assert [run.name for run in (place / RUN).parent.iterdir()] == ["version_0"]
+    assert steps_in_tensorboard(place) == list(range(epochs * 84))

@@ -43,7 +43,7 @@ from project.run.launch import launch
 from project.run.lean import LeanSteps, NoProfiler
 from project.run.memory import keep_freed_memory
 from project.run.notices import Notices
-from project.run.outputs import RunDirectory, RunLogger, SaveConfig, expanded, newest_run, restarted_job
+from project.run.outputs import RunDirectory, RunLogger, SaveConfig, expanded, newest_run, run_of_this_job
 from project.run.plan import ShowShapes, blank_batch, lacking, plan
 from project.run.resume import FREE, Continuation, base_of, check_same, from_path, in_directory
 from project.run.signals import stop_signal
@@ -150,12 +150,8 @@ class TrainCLI(LightningCLI):
 
     def _find_continuation(self, config: Namespace) -> Continuation:
         """Return what to go on from: a restarted job's own run, or what `--resume` says."""
-        log_dir, name, resume, job = config.log_dir, config.name, config.resume, restarted_job()
-
-        def own_run() -> str:
-            return str(meeting.remembered() or (newest_run(log_dir, name, job) if job else None) or "")
-
-        if own := stop_signal.agree_on("run", own_run):
+        log_dir, name, resume = config.log_dir, config.name, config.resume
+        if own := stop_signal.agree_on("run", lambda: str(run_of_this_job(log_dir, name) or "")):
             return in_directory(Path(own))
         if isinstance(resume, str):
             if re.match(r"\w+:/", resume):

@@ -130,10 +130,16 @@ class Meeting:
     """Where torchrun's ranks find each other, anew after every restart, and what they remember of those before.
 
     torchrun (2.14) keeps one store for all restarts, in which the ranks would find the addresses of those before. Nor can
-    they tell by its count of restarts which one this is: a machine that joins later begins at 0.
+    they tell by its count of restarts which one this is: a machine that joins later begins at 0. One that joins finds that
+    store only where TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has torchrun choose another place for every start; then nothing
+    of torchrun's remembers, and the ranks know each other's job by the torchruns themselves, of which one has stayed.
+
+    Attributes:
+        agents: Which torchruns have started this, where their store does not remember; on rank 0.
     """
 
     def __init__(self) -> None:
+        self.agents: frozenset[str] = frozenset()
         self._agent: TCPStore | None = None  # torchrun's store
         self._server: TCPStore | None = None  # rank 0's own, while its process lives
 
@@ -146,9 +152,11 @@ class Meeting:
         Raises:
             UsageError: It did not come.
         """
-        if LAUNCHED_BY_US in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            return
+        if LAUNCHED_BY_US in os.environ or "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
+            return None
         address, end = os.environ["MASTER_ADDR"], time.monotonic() + seconds
+        if os.environ["TORCHELASTIC_USE_AGENT_STORE"] != "True":
+            return self._meet_elsewhere(address, int(os.environ["MASTER_PORT"]), seconds)
         self._agent = TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False)
         if os.environ["RANK"] == "0":
             mark = secrets.token_hex(8)
@@ -156,15 +164,27 @@ class Meeting:
             self._server.set("mark", mark)
             os.environ["MASTER_PORT"] = str(self._server.port)
             self._agent.set("meet", f"{self._server.port} {mark}")
-            return
+            return None
         while time.monotonic() < end:
             if self._agent.check(["meet"]):
                 port, mark = self._agent.get("meet").decode().split()
                 if self._is(address, int(port), mark):
                     os.environ["MASTER_PORT"] = port
-                    return
+                    return None
             time.sleep(0.2)
         raise UsageError(f"rank 0, on {address}, has not come within {seconds:g} s; look at its output, and at its network")
+
+    def _meet_elsewhere(self, address: str, port: int, seconds: float) -> None:
+        """Meet at a place that torchrun has chosen for this start alone, and keeps no store at."""
+        first, wait = os.environ["RANK"] == "0", timedelta(seconds=seconds)
+        self._server = TCPStore(address, port, is_master=first, timeout=wait, wait_for_workers=False)
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # for torch: the store is there
+        machine = os.environ["GROUP_RANK"]
+        if os.environ["LOCAL_RANK"] == "0":
+            self._server.set(f"agent/{machine}", f"{socket.gethostname()} {os.getppid()} {_started(os.getppid())}")
+        if first:
+            machines = range(int(os.environ["GROUP_WORLD_SIZE"]))
+            self.agents = frozenset(self._server.get(f"agent/{number}").decode() for number in machines)
 
     @staticmethod
     def _is(address: str, port: int, mark: str) -> bool:
@@ -189,6 +209,14 @@ class Meeting:
             return None
         run = Path(self._agent.get("run").decode())
         return run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
+
+
+def _started(process: int) -> str:
+    """Return when a process was started, in the system's own count; empty where that is not told."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
 
 
 meeting = Meeting()  # of this process

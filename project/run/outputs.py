@@ -92,13 +92,14 @@ class RunDirectory:
             else:
                 break
         self._hold(path)
-        if key := job_key():
-            (path / JOB_FILE).write_text(key)
+        _note_job(path)
         meeting.remember(path)
         return path
 
     def _take_up(self, path: Path) -> Path:
         self._hold(path)
+        if meeting.agents:
+            _note_job(path)
         meeting.remember(path)
         for left_over in path.rglob(".*.tmp"):  # of a writer that was killed
             left_over.unlink()
@@ -132,15 +133,30 @@ def newest_run(log_dir: str, name: str, job: str | None = None) -> Path | None:
     experiment = expanded(log_dir) / name
     for number in reversed(versions_of(experiment)):
         path = experiment / f"version_{number}"
-        if job is None or ((path / JOB_FILE).exists() and (path / JOB_FILE).read_text() == job):
+        if job is None or _job_of(path)[0] == job:
             return path
     return None
 
 
-def restarted_job() -> str | None:
-    """Return this job's key where torchrun or Slurm has started it again; None otherwise."""
+def run_of_this_job(log_dir: str, name: str) -> Path | None:
+    """Return the run that this job has made before, where torchrun or Slurm has started it again; None otherwise."""
+    if found := meeting.remembered():
+        return found
+    job = job_key()
+    found = newest_run(log_dir, name, job) if job else None
     again = any(int(os.environ.get(name) or 0) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    return job_key() if again else None
+    return found if found and (again or meeting.agents & {*_job_of(found)[1:]}) else None
+
+
+def _note_job(path: Path) -> None:
+    if job := job_key():
+        lines = "\n".join([job, *sorted(meeting.agents)])
+        write_durably(path / JOB_FILE, lambda file: file.write(lines.encode()))
+
+
+def _job_of(path: Path) -> list[str]:
+    """Return the key of the job that made a run, and the torchruns that last worked on it."""
+    return (path / JOB_FILE).read_text().split("\n") if (path / JOB_FILE).exists() else [""]
 
 
 def job_key() -> str | None:
