@@ -1,5 +1,6 @@
 """The LightningDataModule: from a source's images to normalised batches, the same whatever the devices."""
 
+import socket
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -184,6 +185,7 @@ class ImageDataModule(LightningDataModule):
         cache = ImageCache(self._make_source(name), self.cache_dir)
         cache.build(self.quiet)  # nothing to do, unless this machine had decided for another source
         self._manifest, splits = cache.open()
+        self._check_same_everywhere()
         test = splits["test"]
         self.test_batches, self.test_positions = ImageBatches(test.images, test.labels), torch.arange(len(test.labels))
         self.mean, self.std = (self.manifest.mean, self.manifest.std) if self.normalize else ([0.0] * 3, [1.0] * 3)
@@ -301,6 +303,20 @@ class ImageDataModule(LightningDataModule):
             )
             return "synthetic"
         return "cifar10"
+
+    def _check_same_everywhere(self) -> None:
+        """Compare the images of all ranks: machines may have copies of their own."""
+        if self.trainer is None or self.trainer.world_size == 1 or not torch.distributed.is_initialized():
+            return
+        own = (socket.gethostname(), self.manifest.digest, self.class_names)
+        found: list[Any] = [own] * self.trainer.world_size
+        torch.distributed.all_gather_object(found, own)
+        first, *_ = found
+        if others := sorted({f"rank {rank} on {one[0]}" for rank, one in enumerate(found) if one[1:] != first[1:]}):
+            raise UsageError(
+                f"--data.root {self.root}: the images, or the names of their classes, are not the same on all machines:"
+                f" {_some(others)} has others than rank 0 on {first[0]}; give every machine the same copy"
+            )
 
     def _check_batch_size(self, num_train: int) -> None:
         if num_train < self.batch_size:

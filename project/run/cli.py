@@ -38,7 +38,7 @@ from project.run.cluster import (
     meeting,
 )
 from project.run.exit import LAUNCHED_BY_US
-from project.run.flags import OWN_FLAGS, SHORT_FLAGS, TrainParser, flag_of
+from project.run.flags import OWN_FLAGS, SHORT_FLAGS, TrainParser, flag_of, timeout_of
 from project.run.launch import launch
 from project.run.lean import LeanSteps, NoProfiler
 from project.run.memory import keep_freed_memory
@@ -72,7 +72,7 @@ class TrainCLI(LightningCLI):
         self.notices.install()
         self._is_command = args is None
         self._launches = self._is_command and not launched_from_outside()
-        meeting.meet()
+        meeting.meet(timeout_of(sys.argv))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             stop_signal.join(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         self.record = RunRecord()
@@ -153,6 +153,10 @@ class TrainCLI(LightningCLI):
         log_dir, name, resume = config.log_dir, config.name, config.resume
         if own := stop_signal.agree_on("run", lambda: str(run_of_this_job(log_dir, name) or "")):
             return in_directory(Path(own))
+
+        def wanted() -> str:
+            return resume if isinstance(resume, str) else str(newest_run(log_dir, name) or "") if resume else ""
+
         if isinstance(resume, str):
             if re.match(r"\w+:/", resume):
                 raise UsageError(
@@ -160,12 +164,12 @@ class TrainCLI(LightningCLI):
                 )
             if not resume:
                 raise UsageError("--resume '' is no path; give a run directory or a .ckpt file, or --resume alone")
-            path = expanded(resume)
-            # What the launcher hands on is a run that it has found itself, be it without a checkpoint.
-            return in_directory(path) if LAUNCHED_BY_US in os.environ and path.is_dir() else from_path(path)
-        if resume and (newest := stop_signal.agree_on("newest run", lambda: str(newest_run(log_dir, name) or ""))):
-            return in_directory(Path(newest))
-        return Continuation(None, None)
+        if not (agreed := stop_signal.agree_on("resume", wanted)):
+            return Continuation(None, None)
+        path = expanded(agreed)
+        # One that was found is a run, be it without a checkpoint; so is what our launcher hands on, having found it.
+        found = not isinstance(resume, str) or LAUNCHED_BY_US in os.environ
+        return in_directory(path) if found and path.is_dir() else from_path(path)
 
     def before_instantiate_classes(self) -> None:
         """Check the hardware flags before anything is built; where they want several processes, start them, and end."""
@@ -208,7 +212,7 @@ class TrainCLI(LightningCLI):
                 _check_compiler()
             if self._launches and by_name and hardware.is_launched and not self.config.explain:
                 more = [f"--resume={self.continuation.run}"] if self.continuation.run else []
-                sys.exit(launch(len(hardware.devices), hardware.num_nodes, more))
+                sys.exit(launch(len(hardware.devices), hardware.num_nodes, more, self.config.timeout))
 
     def instantiate_classes(self) -> None:
         """Build everything; a value that a constructor refuses is the user's to mend."""

@@ -126,3 +126,12 @@ def flag_of(name: str, given: Sequence[str]) -> list[str]:
         if arg == f"--{name}":
             return [arg, *(value for value in given[place + 1 : place + 2] if not value.startswith("-"))]
     return []
+
+
+def timeout_of(given: Sequence[str]) -> float:
+    """Return the seconds of `--timeout`, for what waits before the command line is parsed."""
+    _, _, value = "=".join(flag_of("timeout", given)).partition("=")
+    try:
+        return max(1.0, float(value))
+    except ValueError:  # none, or a mistake, which the parser will tell
+        return float(OWN_FLAGS["timeout"][1])

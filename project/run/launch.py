@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import DistNetworkError, TCPStore
@@ -55,19 +56,21 @@ class Rank:
         return self.account.stat().st_mtime if self.account.exists() else float("inf")
 
 
-def launch(num_processes: int, num_nodes: int, more: list[str]) -> int:
+def launch(num_processes: int, num_nodes: int, more: list[str], seconds: float = 1800.0) -> int:
     """Run this very command once for each device of this machine, and return the exit code of all.
 
     Args:
         num_processes: Ranks of this machine.
         num_nodes: Machines; for more than one MASTER_ADDR, MASTER_PORT and NODE_RANK say who meets where.
         more: Flags to add to the command.
+        seconds: To wait for the first machine.
 
     Raises:
         UsageError: The port that MASTER_PORT names is taken.
+        DistNetworkError: The first machine did not come.
     """
     node_rank = int(os.environ.get("NODE_RANK", "0"))
-    store = _host_store(num_nodes, node_rank)
+    store = _host_store(num_nodes, node_rank, seconds)
     heard: list[int] = []
     for signum in NAMES:
         if signal.getsignal(signum) is not signal.SIG_IGN:
@@ -97,7 +100,7 @@ def launch(num_processes: int, num_nodes: int, more: list[str]) -> int:
                 }
                 command = [sys.executable, *sys.orig_argv[1:], *more]
                 ranks.append(Rank(number, subprocess.Popen(command, env=environment), account))
-            return _watch(ranks, store, heard)
+            return _watch(ranks, store, heard, Machines(store, node_rank) if num_nodes > 1 else None)
         finally:
             for rank in ranks:
                 if rank.process.poll() is None:
@@ -105,7 +108,7 @@ def launch(num_processes: int, num_nodes: int, more: list[str]) -> int:
                     rank.process.wait()
 
 
-def _host_store(num_nodes: int, node_rank: int) -> TCPStore:
+def _host_store(num_nodes: int, node_rank: int, seconds: float) -> TCPStore:
     """Open the store by which the ranks find each other, on a free port unless MASTER_PORT names one."""
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "0")
     if not port.isdecimal() or int(port) >= 2**16:
@@ -113,18 +116,62 @@ def _host_store(num_nodes: int, node_rank: int) -> TCPStore:
     if num_nodes > 1 and port == "0":
         raise UsageError(f"--num_nodes {num_nodes}: set MASTER_ADDR, MASTER_PORT and NODE_RANK, or launch with torchrun")
     try:
-        return TCPStore(address, int(port), is_master=node_rank == 0, wait_for_workers=False)
+        first, wait = node_rank == 0, timedelta(seconds=seconds)
+        return TCPStore(address, int(port), is_master=first, timeout=wait, wait_for_workers=False)
     except DistNetworkError as error:
+        if node_rank > 0:
+            raise
         why = "is in use" if "EADDRINUSE" in str(error) else f"cannot be used ({' '.join(str(error).split())[:200]})"
         raise UsageError(
             f"MASTER_PORT {port} on {address} {why}; unset MASTER_PORT for a free port, or name another"
         ) from error
 
 
-def _watch(ranks: list[Rank], store: TCPStore, heard: list[int]) -> int:
+class Machines:
+    """What the launchers of several machines tell each other: that one has failed, so that no other waits for it.
+
+    Args:
+        store: That of the first machine.
+        own: Number of this machine.
+    """
+
+    KEY, SECONDS = "failed", 0.5  # to hear of it
+
+    def __init__(self, store: TCPStore, own: int) -> None:
+        self.store, self.own = store, own
+        self._asked = 0.0
+
+    def failed(self) -> tuple[int, str]:
+        """Return the exit code of one that has failed, and its words; 0 where none has."""
+        if time.monotonic() - self._asked < self.SECONDS:
+            return 0, ""
+        self._asked = time.monotonic()
+        try:
+            if not self.store.check([self.KEY]):
+                return 0, ""
+            number, code, words = self.store.get(self.KEY).decode().split(" ", 2)
+        except RuntimeError:  # the first machine has finished and left
+            return 0, ""
+        return (int(code), words) if int(number) != self.own else (0, "")
+
+    def fails(self, code: int, words: str) -> None:
+        """Tell the others; the first that does is heard."""
+        try:
+            self.store.compare_set(self.KEY, "", f"{self.own} {code} {words.strip().splitlines()[-1]}")
+        except RuntimeError:
+            return
+        if self.own == 0:
+            time.sleep(2 * self.SECONDS)  # until they have heard: the store goes with this process
+
+
+def _watch(ranks: list[Rank], store: TCPStore, heard: list[int], machines: Machines | None = None) -> int:
     """Wait for all ranks; return the command's exit code."""
-    stop, deadline, code, stopped = 0, float("inf"), 0, 0.0
+    stop, deadline, code, stopped, elsewhere = 0, float("inf"), 0, 0.0, ""
     while any(rank.code is None for rank in ranks):
+        if machines is not None and not stop and not code:
+            code, elsewhere = machines.failed()
+            if code:
+                deadline = time.monotonic() + SECONDS_TO_FOLLOW
         if heard and not stop:
             stop, deadline, stopped = heard[0], time.monotonic() + SECONDS_TO_SAVE + 5, time.time()
             store.set("stop/signum", str(stop))  # ranks that are not connected yet see it when they are
@@ -153,10 +200,16 @@ def _watch(ranks: list[Rank], store: TCPStore, heard: list[int]) -> int:
         failed = [rank for rank in failed if rank in own or rank.account_written < stopped]
     if any(not rank.says.startswith(LOST) for rank in failed):  # who misses others is not at fault
         failed = [rank for rank in failed if not rank.says.startswith(LOST)]
+    if elsewhere and all(rank.says.startswith(LOST) for rank in failed):
+        print(elsewhere, file=sys.stderr, flush=True)
+        return code
     if failed:
         first, words = first_failure(failed)
         print(words, file=sys.stderr, flush=True)
-        return 2 if first.code == 2 else 1
+        code = 2 if first.code == 2 else 1
+        if machines is not None:
+            machines.fails(code, words)
+        return code
     return 128 + stop if stop else 0
 
 

@@ -233,6 +233,7 @@ class SaveConfig(SaveConfigCallback):
         """Run before anything is written; Lightning sets checkpoint callbacks up after all others."""
         self.notices.install()  # in a spawned process not yet
         self.run.share(trainer)
+        self._begin_as_rank_0(trainer)
         self.run.config = self._as_yaml(trainer)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint | RunCheckpoints) and callback.dirpath is None:
@@ -240,6 +241,15 @@ class SaveConfig(SaveConfigCallback):
             if isinstance(callback, RunCheckpoints):
                 callback.config = self.run.config
         super().setup(trainer, pl_module, stage)
+
+    def _begin_as_rank_0(self, trainer: Trainer) -> None:
+        """Refuse to train where ranks begin at different steps: their machines do not see the same checkpoints."""
+        step = trainer.strategy.broadcast(self.first_step)
+        if not trainer.strategy.reduce_boolean_decision(step == self.first_step):
+            raise UsageError(
+                f"--resume: rank 0 goes on from step {step} of {self.run.path}, and on other machines that checkpoint is not"
+                " there; put --log_dir on a disk that all machines see, or copy it to each"
+            )
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the whole configuration, "auto" resolved, so that `--config` with it repeats the run."""

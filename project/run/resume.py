@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,12 @@ def from_path(path: Path) -> Continuation:
             raise UsageError(f"--resume {path} holds no checkpoint; give a run directory, version_<n>, or a .ckpt file")
         return found
     if not path.exists():
-        raise UsageError(f"--resume {path} is not there; give a run directory or a .ckpt file, or --resume alone")
+        raise UsageError(
+            f"--resume {path} is not there, on {socket.gethostname()}; give a run directory or a .ckpt file, or --resume"
+            " alone; several machines need it on a disk that all see, or a copy each"
+            if os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", "1")
+            else f"--resume {path} is not there; give a run directory or a .ckpt file, or --resume alone"
+        )
     return _continuation(None, path, read_checkpoint(path))
 
 

@@ -3,9 +3,11 @@
 import os
 import pickle
 import re
+import tempfile
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +41,32 @@ class DurableCheckpointIO(TorchCheckpointIO):
             raise
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint from a path on disk, whatever `weights_only` says, into main memory unless told otherwise."""
-        return read_checkpoint(path, "cpu" if map_location is None else map_location)
+        """Read a checkpoint from a path on disk, whatever `weights_only` says, into main memory unless told otherwise.
+
+        All ranks call it together; where a machine has a disk of its own, without the file, it is rank 0's that is read.
+        """
+        with _from_rank_0(Path(path)) as here:
+            return read_checkpoint(here, "cpu" if map_location is None else map_location)
+
+
+@contextmanager
+def _from_rank_0(path: Path) -> Iterator[Path]:
+    """Yield the path of a file, or of a copy of rank 0's where this machine lacks it."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    there = [path.is_file()]
+    if distributed:
+        there = [False] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(there, path.is_file())
+    if all(there) or not there[0]:
+        yield path
+        return
+    first = torch.distributed.get_rank() == 0
+    sent = [path.read_bytes() if first else b""]
+    torch.distributed.broadcast_object_list(sent)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, path.name)
+        copy.write_bytes(sent[0])
+        yield path if first else copy
 
 
 def write_durably(path: Path, write: Callable[[Any], None], previous: Path | None = None) -> None:
