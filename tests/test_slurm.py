@@ -103,46 +103,30 @@ class Job:
         self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
 
-ENDS = {
-    "scontrol requeue": (["scontrol", "requeue"], []),
-    "scancel --signal": (["scancel", "--signal=TERM"], []),
-    "the time limit": ([], TURN),
-}
-
-
 class TestCluster:
     """On the cluster."""
 
     pytestmark = real
 
-    @pytest.mark.parametrize("end", ENDS)
-    def test_what_ends_a_turn_costs_no_step(
-        self, end: str, cluster: Cluster, whole: Path, cache: list[str], tmp_path: Path
-    ) -> None:
-        command, options = ENDS[end]
-        job = Job(cluster, tmp_path, options, *LONG, *cache)
-        wait_for(lambda: steps_saved(tmp_path) > 84, 90, 0.2)
-        if command:
-            cluster.run(*command, job.number)
-        wait_for(lambda: "SIGTERM: stopped after step" in job.output, 90, 0.2)
-        stopped = int(re.findall(r"stopped after step (\d+), saved", job.output)[0])
-        assert 84 < stopped < EPOCHS * 84
-        while cluster.show(job.number)["JobState"] != "COMPLETED":
-            turns = job.output.count("SIGTERM: stopped after step")
+    def test_what_ends_a_turn_costs_no_step(self, cluster: Cluster, whole: Path, cache: list[str], tmp_path: Path) -> None:
+        """The time limit, then a requeue, then scancel --signal, of one job."""
+        job = Job(cluster, tmp_path, TURN, *LONG, *cache)
+        steps = []
+        for turn, command in enumerate(([], ["scontrol", "requeue"], ["scancel", "--signal=TERM"]), start=1):
+            before = steps[-1] if steps else 0
+            if command:
+                wait_for(lambda before=before: steps_saved(tmp_path) > before + 84, 90, 0.2)
+                cluster.run(*command, job.number)
+            wait_for(lambda turn=turn: job.output.count("SIGTERM: stopped after step") == turn, 90, 0.2)
+            steps.append(int(re.findall(r"stopped after step (\d+), saved", job.output)[-1]))
+            assert before < steps[-1] < EPOCHS * 84
             job.goes_on()
-            wait_for(
-                lambda turns=turns: (
-                    cluster.show(job.number)["JobState"] == "COMPLETED"
-                    or job.output.count("SIGTERM: stopped after step") > turns
-                ),
-                120,
-                0.3,
-            )
-        known = cluster.show(job.number)
-        assert int(known["Restarts"]) == job.output.count("resume: from step") > 0
-        assert f"resume: from step {stopped}, {RUN}/checkpoints/last.ckpt" in job.output
+        known = job.is_in("COMPLETED")
+        assert known["Restarts"] == "3"
+        assert job.output.count("waits in the queue again") == 2  # by itself, but where Slurm has done it
+        for step in steps:
+            assert f"resume: from step {step}, {RUN}/checkpoints/last.ckpt" in job.output
         assert not re.search(r"^error|^Traceback|^scontrol|requeue.*(?:error|invalid)", job.output, re.MULTILINE), job.output
-        assert job.output.count("waits in the queue again") == (0 if end == "scontrol requeue" else int(known["Restarts"]))
         assert largest_difference(whole, tmp_path) == 0
         assert [run.name for run in sorted((tmp_path / RUN).parent.iterdir())] == ["version_0"]
         assert steps_in_tensorboard(tmp_path) == list(range(EPOCHS * 84))

@@ -20,6 +20,8 @@ from project.run.steps import as_text, program_for, replaced_by
 # What `--precision` keeps the weights in; all other kinds keep them in float32.
 WEIGHTS = {"64": torch.float64, "64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
 
+MACHINES_SHOWN = 4  # each with its own line; for more there is one
+
 
 def plan(
     config: Namespace,
@@ -209,12 +211,18 @@ def _launch(hardware: Hardware, command: list[str]) -> list[str]:
     if not hardware.is_launched:
         return ["It starts its processes from within, not by a launcher."]
     number, machines = len(hardware.devices), hardware.num_nodes
+    flags = shlex.join(command)
+    slurm = f"--nodes={machines} --ntasks-per-node={number}" + (f" --gpus-per-node={number}" if hardware.on_gpu else "")
+    by_slurm = ["The same under Slurm:", f"sbatch {slurm} scripts/train.sbatch {shlex.join(command[1:])}".rstrip()]
     if machines == 1:
-        return ["The same, launched by torchrun:", f"torchrun --nproc_per_node={number} {shlex.join(command)}"]
+        return ["The same, launched by torchrun:", f"torchrun --nproc_per_node={number} {flags}", *by_slurm]
+    where = f"--master_addr=<machine 0> --master_port=<free port> --nproc_per_node={number}"
+    each = range(machines) if machines <= MACHINES_SHOWN else ["<n>"]
     return [
-        f"The same, launched by torchrun, on each of the {machines} machines, <n> from 0:",
-        f"torchrun --nnodes={machines} --node_rank=<n> --master_addr=<machine 0> --master_port=<free port>"
-        f" --nproc_per_node={number} {shlex.join(command)}",
+        f"The same, launched by torchrun, on each of the {machines} machines"
+        + (":" if machines <= MACHINES_SHOWN else ", <n> from 0:"),
+        *(f"torchrun --nnodes={machines} --node_rank={number_of} {where} {flags}" for number_of in each),
+        *by_slurm,
     ]
 
 
