@@ -6,9 +6,9 @@
     python scripts/benchmark.py --quick                       whether it all runs, in some minutes; the figures mean little
 
 Sections: step, what the template adds to a training step; input, images per second into the network; scaling, ddp on one
-and two processes; memory, whether processes share the images; start, from the command to the first step; size, what more
-images and a wider network cost; recipe, how fast configs/speed.yaml goes; accuracy, the whole of it on real CIFAR-10; and
-gpu, where there is one.
+and two processes; communication, what adding up the gradients costs, and the speed that follows from it; memory, whether
+processes share the images; start, from the command to the first step; size, what more images and a wider network cost;
+recipe, how fast configs/speed.yaml goes; accuracy, the whole of it on real CIFAR-10; and gpu, where there is one.
 """
 
 import argparse

@@ -1,10 +1,12 @@
 """scripts/train.sbatch on a real Slurm: it trains, and whatever ends a turn, the run goes on exactly."""
 
+import functools
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,6 @@ from tests.survival import FLAGS, RUN, TWO, largest_difference, steps_in_tensorb
 
 REASON = cannot()
 real = [pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
-EPOCHS = 24
-LONG = [*FLAGS, "--max_epochs", EPOCHS]
-TURN = ["--time=2", "--signal=TERM@60"]  # Slurm's clock strikes every half minute
 
 
 def batch(*flags: object, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
@@ -59,11 +58,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, cache: list[str]) -> Path:
-    """The run that nothing has ended."""
-    place = tmp_path_factory.mktemp("whole")
-    train(place, *LONG, *TWO, *cache)
-    return place
+def whole(tmp_path_factory: pytest.TempPathFactory, cache: list[str]) -> Callable[[int], Path]:
+    """Make the run, of so many epochs, that nothing has ended."""
+
+    @functools.cache
+    def make(epochs: int) -> Path:
+        place = tmp_path_factory.mktemp("whole")
+        train(place, *FLAGS, "--max_epochs", epochs, *TWO, *cache)
+        return place
+
+    return make
 
 
 class Job:
@@ -87,20 +91,42 @@ class Job:
     def output(self) -> str:
         return "".join(path.read_text() for path in sorted((self.place / "logs").glob("slurm-*.out")))
 
-    def is_in(self, state: str, seconds: float = 120) -> dict[str, str]:
-        """Wait until it is in a state; return all that is known of it."""
+    @property
+    def state(self) -> str:
+        return self.cluster.show(self.number)["JobState"]
 
-        def look() -> dict[str, str] | None:
+    def ends(self) -> None:
+        """Wait for its end; a requeued job waits for some seconds instead of Slurm's two minutes.
+
+        At once would be too soon: the machine would take it for the turn that has just ended.
+        """
+        requeued: dict[str, float] = {}
+
+        def look() -> bool:
             known = self.cluster.show(self.number)
-            assert state in ("FAILED", "CANCELLED") or known["JobState"] != "FAILED", self.output
-            return known if known["JobState"] == state else None
+            assert known["JobState"] != "FAILED", self.output
+            if known["JobState"] == "PENDING" and known["Restarts"] != "0":
+                since = requeued.setdefault(known["Restarts"], time.monotonic())
+                if time.monotonic() - since > 4:
+                    self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now", check=False)
+            return known["JobState"] == "COMPLETED"
 
-        return wait_for(look, seconds, 0.3)
+        wait_for(look, 240, 0.3)
 
-    def goes_on(self) -> None:
-        """Have it run again, without the two minutes that Slurm lets a requeued job wait."""
-        self.is_in("PENDING")
-        self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+    def goes_on_exactly(self, whole: Path, epochs: int) -> int:
+        """Hold it to the run that nothing has ended; return how often it was requeued."""
+        stopped = [int(text) for text in re.findall(r"SIGTERM: stopped after step (\d+), saved", self.output)]
+        assert all(0 < step < epochs * 84 for step in stopped), stopped
+        assert stopped, self.output
+        for step in stopped:
+            assert f"resume: from step {step}, {RUN}/checkpoints/last.ckpt" in self.output
+        assert not re.search(r"^error|^Traceback|^scontrol|requeue.*(?:error|invalid)", self.output, re.MULTILINE), (
+            self.output
+        )
+        assert largest_difference(whole, self.place) == 0
+        assert [run.name for run in sorted((self.place / RUN).parent.iterdir())] == ["version_0"]
+        assert steps_in_tensorboard(self.place) == list(range(epochs * 84))
+        return int(self.cluster.show(self.number)["Restarts"])
 
 
 class TestCluster:
@@ -108,38 +134,37 @@ class TestCluster:
 
     pytestmark = real
 
-    def test_what_ends_a_turn_costs_no_step(self, cluster: Cluster, whole: Path, cache: list[str], tmp_path: Path) -> None:
-        """The time limit, then a requeue, then scancel --signal, of one job."""
-        job = Job(cluster, tmp_path, TURN, *LONG, *cache)
-        steps = []
-        for turn, command in enumerate(([], ["scontrol", "requeue"], ["scancel", "--signal=TERM"]), start=1):
-            before = steps[-1] if steps else 0
-            if command:
-                wait_for(lambda before=before: steps_saved(tmp_path) > before + 84, 90, 0.2)
-                cluster.run(*command, job.number)
-            wait_for(lambda turn=turn: job.output.count("SIGTERM: stopped after step") == turn, 90, 0.2)
-            steps.append(int(re.findall(r"stopped after step (\d+), saved", job.output)[-1]))
-            assert before < steps[-1] < EPOCHS * 84
-            job.goes_on()
-        known = job.is_in("COMPLETED")
-        assert known["Restarts"] == "3"
-        assert job.output.count("waits in the queue again") == 2  # by itself, but where Slurm has done it
-        for step in steps:
-            assert f"resume: from step {step}, {RUN}/checkpoints/last.ckpt" in job.output
-        assert not re.search(r"^error|^Traceback|^scontrol|requeue.*(?:error|invalid)", job.output, re.MULTILINE), job.output
-        assert largest_difference(whole, tmp_path) == 0
-        assert [run.name for run in sorted((tmp_path / RUN).parent.iterdir())] == ["version_0"]
-        assert steps_in_tensorboard(tmp_path) == list(range(EPOCHS * 84))
+    @pytest.mark.parametrize("command", [["scontrol", "requeue"], ["scancel", "--signal=TERM"]], ids=" ".join)
+    def test_what_ends_a_turn_costs_no_step(
+        self, command: list[str], cluster: Cluster, whole: Callable[[int], Path], cache: list[str], tmp_path: Path
+    ) -> None:
+        job = Job(cluster, tmp_path, [], *FLAGS, "--max_epochs", 6, *cache)
+        wait_for(lambda: steps_saved(tmp_path) > 0, 90, 0.2)
+        cluster.run(*command, job.number)
+        job.ends()
+        assert job.goes_on_exactly(whole(6), 6) == 1
+        assert job.output.count("waits in the queue again") == (command[0] == "scancel")  # Slurm has requeued it itself
+
+    def test_the_time_limit_costs_no_step(
+        self, cluster: Cluster, whole: Callable[[int], Path], cache: list[str], tmp_path: Path
+    ) -> None:
+        """Slurm looks every half minute: the signal comes after 10 to 40 seconds of each turn."""
+        turn = ["--time=2", "--signal=TERM@80"]
+        job = Job(cluster, tmp_path, turn, *FLAGS, "--max_epochs", 30, *cache)
+        job.ends()
+        turns = job.goes_on_exactly(whole(30), 30)
+        assert turns > 0
+        assert job.output.count("waits in the queue again") == turns
 
     def test_scancel_ends_it_for_good(self, cluster: Cluster, cache: list[str], tmp_path: Path) -> None:
-        job = Job(cluster, tmp_path, [], *LONG, *cache)
+        job = Job(cluster, tmp_path, [], *FLAGS, "--max_epochs", 200, *cache)
         wait_for(lambda: steps_saved(tmp_path) > 0, 90, 0.2)
         cluster.run("scancel", job.number)
-        job.is_in("CANCELLED")
         wait_for(lambda: "SIGTERM: stopped after step" in job.output, 30)
         wait_for(lambda: not cluster.run("squeue", "-h", "-j", job.number, check=False), 60, 0.3)
         assert "waits in the queue" not in job.output
-        assert job.is_in("CANCELLED")["Restarts"] == "0"
+        assert job.state == "CANCELLED"
+        assert cluster.show(job.number)["Restarts"] == "0"
 
     def test_jobs_of_an_array_have_a_run_directory_each(self, cluster: Cluster, cache: list[str], tmp_path: Path) -> None:
         job = Job(cluster, tmp_path, ["--array=0-1"], *FLAGS, "--max_epochs", 1, *cache)

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.communication import communication
 from benchmarks.measure import (
     DEFAULT_CHANNELS,
     KEPT_MEMORY,
@@ -252,6 +253,7 @@ ALL: dict[str, Callable[[Settings], list[Row]]] = {
     "step": step,
     "input": pipeline,
     "scaling": scaling,
+    "communication": communication,
     "memory": memory,
     "start": start,
     "size": size,

@@ -1,0 +1,114 @@
+"""What adding up the gradients costs: measured on two processes, and on paper and by simulation for any number."""
+
+import re
+import statistics
+from collections.abc import Sequence
+
+from benchmarks.measure import ROOT, Row, Settings, python
+from benchmarks.turns import EPOCHS_BESIDE, Program, take_turns, training
+
+GRADIENTS = {"default": 1_359_720, "articles'": 4 * 604_137_490}  # bytes in float32; a test counts them
+BUCKET, FIRST_BUCKET = 25 * 2**20, 2**20  # bytes that DistributedDataParallel sends at once, unless told otherwise
+BACKWARD = 2 / 3  # of a step's computing, as the forward pass has half as many products
+LARGE = 64 * 2**20
+DEVICES = (2, 8, 64, 1024)
+NETWORKS = {"10 Gbit/s": (1.25e9, 50e-6), "100 Gbit/s": (12.5e9, 10e-6), "NVLink, 300 GB/s": (300e9, 5e-6)}  # bytes/s, s
+COMPUTING = {"default": 0.08, "articles'": 0.2}  # seconds of a step on one device
+
+
+def ring_seconds(size: float, devices: int, bandwidth: float, latency: float) -> float:
+    """Return how long a ring takes to add up a tensor on all devices.
+
+    Each sends 2 (N - 1) messages of an N-th of the tensor, one after another. Source: Patarasuk and Yuan, "Bandwidth optimal
+    all-reduce algorithms for clusters of workstations", 2009.
+
+    Args:
+        size: Of the tensor, in bytes.
+        devices: Their number, N.
+        bandwidth: Bytes a second, of each link, in each direction.
+        latency: Seconds from sending a message to its beginning to arrive.
+    """
+    return 2 * (devices - 1) * (latency + size / devices / bandwidth)
+
+
+def buckets(size: int) -> list[int]:
+    """Return the bytes that DistributedDataParallel sends at once, in the order in which backward has them."""
+    first = min(size, FIRST_BUCKET)
+    whole, rest = divmod(size - first, BUCKET)
+    return [first, *[BUCKET] * whole, *([rest] if rest else [])]
+
+
+def step_seconds(computing: float, sizes: Sequence[int], devices: int, bandwidth: float, latency: float) -> float:
+    """Return how long a step takes in which buckets of gradients are sent while backward still computes.
+
+    A bucket is ready when its share of backward is done, and waits for the one before it.
+
+    Args:
+        computing: Seconds of forward and backward pass and optimizer, on one device alone.
+        sizes: Bytes of the buckets, in their order.
+        devices: Their number.
+        bandwidth: As in `ring_seconds`.
+        latency: As in `ring_seconds`.
+    """
+    now, sent, total = 0.0, 0, sum(sizes)
+    for size in sizes:
+        sent += size
+        ready = computing * (1 - BACKWARD) + computing * BACKWARD * sent / total
+        now = max(now, ready) + ring_seconds(size, devices, bandwidth, latency)
+    return max(now, computing)
+
+
+def efficiency(network: str, devices: int, link: str) -> float:
+    """Return the share of its time that a device computes, with as many images on each device as on one."""
+    computing = COMPUTING[network]
+    return computing / step_seconds(computing, buckets(GRADIENTS[network]), devices, *NETWORKS[link])
+
+
+def paper() -> list[str]:
+    """Return the table of the README, in Markdown."""
+    lines = [
+        "| network, a step of | link | " + " | ".join(f"{n:,}" for n in DEVICES) + " |",
+        "|---" * (2 + len(DEVICES)) + "|",
+    ]
+    for network, seconds in COMPUTING.items():
+        for link in NETWORKS:
+            shares = " | ".join(f"{efficiency(network, n, link):.3f}" for n in DEVICES)
+            lines.append(f"| {network}, {1e3 * seconds:.0f} ms | {link} | {shares} |")
+    return lines
+
+
+def communication(settings: Settings) -> list[Row]:
+    """What gloo takes, and how many times as fast two processes are as one: predicted by it, and measured."""
+    gradients, seconds = f"the default network's gradients, {GRADIENTS['default']:,} bytes", settings.epochs
+    reduced: dict[str, list[float]] = {"4 bytes": [], gradients: [], f"{LARGE:,} bytes": []}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    for turn in range(settings.repeats):
+        sizes = (4, GRADIENTS["default"], LARGE)
+        output = python(*torchrun, ROOT / "scripts/benchmarks/all_reduce.py", "--bytes", *sizes, threads=1)
+        found = re.findall(r"^\d+ bytes ([\d.]+) ms$", output, re.MULTILINE)
+        for values, text in zip(reduced.values(), found, strict=True):
+            values.append(float(text))
+        told = ", ".join(f"{name}: {values[-1]:.3f} ms" for name, values in reduced.items())
+        print(f"communication  round {turn + 1}/{settings.repeats}  {told}", flush=True)
+    small, _, large = (statistics.median(values) / 1e3 for values in reduced.values())
+    latency, bandwidth = small / 2, LARGE / (large - small)  # of a ring of two: 2 messages of half the tensor
+
+    epochs = ["--max_epochs", seconds + EPOCHS_BESIDE]
+    alone = [*epochs, "--devices", 1]
+    sides: dict[str, Program] = {
+        "2 processes": training(*epochs, "--devices", 2, "--strategy", "ddp", threads=1),
+        "1 process": training(*alone, threads=1),
+        "1 process, half the batch": training(*alone, "--batch_size", 32, threads=1),
+    }
+    speeds = take_turns("communication", sides, seconds)
+    times: dict[str, list[float]] = {"predicted": [], "measured": []}
+    for two, one, half in zip(*speeds.values(), strict=True):
+        step = step_seconds(32 / half, buckets(GRADIENTS["default"]), 2, bandwidth, latency)
+        times["predicted"].append(64 / one / step)
+        times["measured"].append(two / one)
+    ratio = statistics.median(times["predicted"]) / statistics.median(times["measured"])
+    more = {"bandwidth, bytes/s": bandwidth, "latency, s": latency, "speeds, images/s": speeds}
+    return [
+        Row("communication", "gloo's all-reduce on 2 processes", "ms", reduced, ("GB/s", bandwidth / 1e9)),
+        Row("communication", "ddp on 2 over 1", "times", times, ("predicted over measured", ratio), more),
+    ]
