@@ -2,9 +2,13 @@
 
 import re
 import statistics
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
-from benchmarks.measure import ROOT, Row, Settings, python
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from benchmarks.measure import ROOT, SYNTHETIC_TRAINING_IMAGES, Row, Settings, python
 from benchmarks.turns import EPOCHS_BESIDE, Program, take_turns, training
 
 GRADIENTS = {"default": 1_359_720, "articles'": 4 * 604_137_490}  # bytes in float32; a test counts them
@@ -58,6 +62,16 @@ def step_seconds(computing: float, sizes: Sequence[int], devices: int, bandwidth
     return max(now, computing)
 
 
+def slowest(seconds: Sequence[float], devices: int) -> float:
+    """Return how long the slowest of so many devices takes for a step, on average, where each takes one of these times.
+
+    All wait for it. It is the mean of the greatest of N draws: the i-th smallest of n is it with probability
+    (i / n)^N - ((i - 1) / n)^N.
+    """
+    ordered, n = sorted(seconds), len(seconds)
+    return sum(value * (((i + 1) / n) ** devices - (i / n) ** devices) for i, value in enumerate(ordered))
+
+
 def efficiency(network: str, devices: int, link: str) -> float:
     """Return the share of its time that a device computes, with as many images on each device as on one."""
     computing = COMPUTING[network]
@@ -101,14 +115,32 @@ def communication(settings: Settings) -> list[Row]:
         "1 process, half the batch": training(*alone, "--batch_size", 32, threads=1),
     }
     speeds = take_turns("communication", sides, seconds)
+    single = _step_seconds_of_one(epochs)
+    waiting = slowest(single, 2) / statistics.mean(single)
     times: dict[str, list[float]] = {"predicted": [], "measured": []}
     for two, one, half in zip(*speeds.values(), strict=True):
-        step = step_seconds(32 / half, buckets(GRADIENTS["default"]), 2, bandwidth, latency)
+        step = step_seconds(waiting * 32 / half, buckets(GRADIENTS["default"]), 2, bandwidth, latency)
         times["predicted"].append(64 / one / step)
         times["measured"].append(two / one)
     ratio = statistics.median(times["predicted"]) / statistics.median(times["measured"])
     more = {"bandwidth, bytes/s": bandwidth, "latency, s": latency, "speeds, images/s": speeds}
+    more["time of the slower of two steps, over a step's"] = waiting
     return [
         Row("communication", "gloo's all-reduce on 2 processes", "ms", reduced, ("GB/s", bandwidth / 1e9)),
         Row("communication", "ddp on 2 over 1", "times", times, ("predicted over measured", ratio), more),
     ]
+
+
+def _step_seconds_of_one(epochs: list[object]) -> list[float]:
+    """Return the time of every training step, but those of the first epoch, of one process with half of the batch."""
+    with tempfile.TemporaryDirectory() as logs:
+        where = ["--data.source", "synthetic", "--accelerator", "cpu", "--devices", 1, "--trainer.limit_test_batches", 1]
+        each = ["--batch_size", 32, "--trainer.log_every_n_steps", 1, "--log_dir", logs]
+        python(ROOT / "scripts/train.py", *epochs, *where, *each, threads=1)
+        return [
+            value.tensor.float_val[0] / 1e3
+            for file in Path(logs).glob("*/*/events.*")
+            for event in EventFileLoader(str(file)).Load()
+            for value in event.summary.value
+            if value.tag == "speed/step_milliseconds" and event.step > SYNTHETIC_TRAINING_IMAGES // 32
+        ]
