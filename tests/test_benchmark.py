@@ -132,16 +132,7 @@ def test_quick_runs_and_writes_every_sample_with_machine_and_versions(tmp_path: 
             for number in range(count):
                 Image.fromarray(noise.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(folder / f"{number}.png")
     # The others take the functions of these.
-    every = (
-        "step",
-        "input",
-        "communication",
-        "memory",
-        "start",
-        "size",
-        "accuracy",
-        "gpu",
-    )  # the others take these ones' functions
+    every = ("step", "input", "communication", "memory", "start", "size", "accuracy", "gpu")
     result = python(BENCHMARK, "--quick", "--only", *every, "--root", root, "--seeds", 0, "--json", file, timeout=900)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     written = json.loads(file.read_text())

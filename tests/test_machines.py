@@ -1,6 +1,8 @@
 """Several machines without a launcher: the same command on each, with MASTER_ADDR, MASTER_PORT and NODE_RANK."""
 
 import contextlib
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ImageFolder
-from tests.survival import FLAGS, RUN, Command
+from tests.survival import FLAGS, RUN, Command, steps_saved, wait_for
 
 TWO_MACHINES = ["--strategy", "ddp", "--num_nodes", "2", "--devices", "1"]
 SMALL = [*FLAGS, *TWO_MACHINES, "--max_epochs", "1"]
@@ -89,3 +91,33 @@ def test_machines_with_disks_of_their_own_train_one_run_and_say_what_they_lack_t
     for command in both:  # the machine that has it ends too, and says why
         assert command.output.splitlines()[-1] == said
         assert "Traceback" not in command.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_what_failed_on_one_machine_is_said_on_all(victim: int, tmp_path: Path) -> None:
+    """The rank of the other only misses it, and would say so first."""
+    flags = [*SMALL, "--max_epochs", 200, "--checkpoint_every", 10, "--data.cache_dir", tmp_path / "cache"]
+    with machines(tmp_path, flags, flags) as both:
+        wait_for(lambda: steps_saved(both[0].place), 90)
+        os.kill(both[victim].rank(0, 0), signal.SIGKILL)
+        assert [command.wait(40) for command in both] == [1, 1]
+    for command in both:
+        assert command.output.splitlines()[-1] == (
+            f"error: rank {victim} was ended by SIGKILL (out of memory?), and the run with it"
+        ), command.output
+
+
+@pytest.mark.slow
+def test_a_machine_that_stands_still_keeps_no_other(tmp_path: Path) -> None:
+    """All of the first machine's processes are stopped, its store among them."""
+    flags = [*SMALL, "--max_epochs", 200, "--checkpoint_every", 10, "--timeout", 6, "--data.cache_dir", tmp_path / "cache"]
+    with machines(tmp_path, flags, flags) as both:
+        wait_for(lambda: steps_saved(both[0].place), 90)
+        os.killpg(both[0].pid, signal.SIGSTOP)
+        before = time.monotonic()
+        assert both[1].wait(60) == 1, both[1].output
+        assert time.monotonic() - before < 30
+    *_, last = both[1].output.splitlines()
+    assert "the other ranks do not answer" in last
+    assert "127.0.0.1 port " in last

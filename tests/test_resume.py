@@ -21,7 +21,7 @@ from project.data.sources import Cifar10Source
 from project.errors import UsageError
 from project.model.classifier import Classifier
 from project.run.cli import TrainCLI
-from project.run.outputs import RunDirectory, job_key, newest_run, restarted_job
+from project.run.outputs import RunDirectory, job_key, newest_run, run_of_this_job
 from project.run.signals import Stopped, stop_signal
 from tests.conftest import ImageFolder
 
@@ -552,8 +552,8 @@ def test_a_restarted_job_finds_its_own_run_among_others_of_the_name(
 ) -> None:
     for name, value in JOBS[launcher].items():
         monkeypatch.setenv(name, "0" if name.endswith("RESTART_COUNT") else value)
-    assert restarted_job() is None
     mine = RunDirectory(str(tmp_path), "name").path
+    assert run_of_this_job(str(tmp_path), "name") is None
     other = {"SLURM_JOB_ID": "9", "TORCHELASTIC_RUN_ID": "xyz"}
     for name in JOBS[launcher].keys() & other.keys():
         monkeypatch.setenv(name, other[name])
@@ -561,7 +561,7 @@ def test_a_restarted_job_finds_its_own_run_among_others_of_the_name(
     for name, value in JOBS[launcher].items():
         monkeypatch.setenv(name, value)
     assert newest_run(str(tmp_path), "name") == tmp_path / "name" / "version_1"
-    assert newest_run(str(tmp_path), "name", restarted_job()) == mine == tmp_path / "name" / "version_0"
+    assert run_of_this_job(str(tmp_path), "name") == mine == tmp_path / "name" / "version_0"
 
 
 def test_a_command_of_its_own_is_no_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ class RunCheckpoints(Checkpoint):
         self._settled = False
         self._last_saved = 0
         self._validated = False  # since the last boundary
-        self._validations = 0  # done in this run directory, and not to be done again
+        self._validations: int | None = 0  # done in this run directory, and not to be done again; None if not known
         self._place = ""  # of the save going on; empty for one that a callback of the user's makes
 
     def _path(self, name: str) -> str:
@@ -101,7 +101,7 @@ class RunCheckpoints(Checkpoint):
             if score is not None and (self.best_score is None or float(score) > self.best_score):
                 self.best_score, self.best_step = float(score), trainer.global_step
                 self._save(trainer, "validation", "best")
-            self._validations += 1
+            self._validations = None if self._validations is None else self._validations + 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the end."""
@@ -169,7 +169,7 @@ class RunCheckpoints(Checkpoint):
             run = checkpoint.get("run", {})
             self.best_score, self.best_step = run.get("best_score"), run.get("best_step")
             self._metrics = run.get("metrics", {})
-            self._validations = run.get("validations", 0) if self.in_place else 0
+            self._validations = run.get("validations") if self.in_place else 0
             self.warnings.extend(text for text in run.get("warnings", []) if text not in self.warnings)
 
     def _settle(self, trainer: Trainer) -> None:

@@ -150,8 +150,8 @@ class TrainCLI(LightningCLI):
 
     def _find_continuation(self, config: Namespace) -> Continuation:
         """Return what to go on from: a restarted job's own run, or what `--resume` says."""
-        log_dir, name, resume = config.log_dir, config.name, config.resume
-        if own := stop_signal.agree_on("run", lambda: str(run_of_this_job(log_dir, name) or "")):
+        log_dir, name, resume, wait = config.log_dir, config.name, config.resume, timeout_of(sys.argv)
+        if own := stop_signal.agree_on("run", lambda: str(run_of_this_job(log_dir, name) or ""), wait):
             return in_directory(Path(own))
 
         def wanted() -> str:
@@ -164,7 +164,7 @@ class TrainCLI(LightningCLI):
                 )
             if not resume:
                 raise UsageError("--resume '' is no path; give a run directory or a .ckpt file, or --resume alone")
-        if not (agreed := stop_signal.agree_on("resume", wanted)):
+        if not (agreed := stop_signal.agree_on("resume", wanted, wait)):
             return Continuation(None, None)
         path = expanded(agreed)
         # One that was found is a run, be it without a checkpoint; so is what our launcher hands on, having found it.
@@ -236,6 +236,7 @@ class TrainCLI(LightningCLI):
             "run": self.run_directory,
             "notices": self.notices,
             "first_step": self.continuation.step,
+            "checkpoint": self.resume_from,
             "validations": self.continuation.validations,
         }
         if self.config.explain:

@@ -132,6 +132,6 @@ def timeout_of(given: Sequence[str]) -> float:
     """Return the seconds of `--timeout`, for what waits before the command line is parsed."""
     _, _, value = "=".join(flag_of("timeout", given)).partition("=")
     try:
-        return max(1.0, float(value))
+        return min(max(1.0, float(value)), 1e6)
     except ValueError:  # none, or a mistake, which the parser will tell
         return float(OWN_FLAGS["timeout"][1])

@@ -4,12 +4,14 @@ Every rank runs the same command, with torchrun's environment. The launcher comp
 when a rank fails it ends the others and prints what the first one had to say, last of all.
 """
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -78,6 +80,7 @@ def launch(num_processes: int, num_nodes: int, more: list[str], seconds: float =
     stop_signal.uninstall()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[Rank] = []
+        machines = Machines(store, node_rank) if num_nodes > 1 else None
         try:
             # step 1: start a process for each device, all running this script
             for local_rank in range(num_processes):
@@ -100,12 +103,15 @@ def launch(num_processes: int, num_nodes: int, more: list[str], seconds: float =
                 }
                 command = [sys.executable, *sys.orig_argv[1:], *more]
                 ranks.append(Rank(number, subprocess.Popen(command, env=environment), account))
-            return _watch(ranks, store, heard, Machines(store, node_rank) if num_nodes > 1 else None)
+            code = _watch(ranks, store, heard, machines)
         finally:
             for rank in ranks:
                 if rank.process.poll() is None:
                     rank.process.kill()
                     rank.process.wait()
+    if machines is not None:
+        machines.leave(code)
+    return code
 
 
 def _host_store(num_nodes: int, node_rank: int, seconds: float) -> TCPStore:
@@ -130,38 +136,56 @@ def _host_store(num_nodes: int, node_rank: int, seconds: float) -> TCPStore:
 class Machines:
     """What the launchers of several machines tell each other: that one has failed, so that no other waits for it.
 
+    A thread does it, with a connection of its own: where the first machine is silent, it waits, and the launcher does not.
+
     Args:
         store: That of the first machine.
         own: Number of this machine.
     """
 
-    KEY, SECONDS = "failed", 0.5  # to hear of it
+    KEY, SECONDS = "failed", 0.3  # to hear of it
 
     def __init__(self, store: TCPStore, own: int) -> None:
-        self.store, self.own = store, own
-        self._asked = 0.0
+        self.own = own
+        self.heard: tuple[int, str] = (0, "")  # the exit code of one that has failed, and its words; 0 where none has
+        self._tell = ""
+        self._told = threading.Event()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._talk, args=(store.host, store.port), daemon=True, name="machines")
+        self._thread.start()
 
-    def failed(self) -> tuple[int, str]:
-        """Return the exit code of one that has failed, and its words; 0 where none has."""
-        if time.monotonic() - self._asked < self.SECONDS:
-            return 0, ""
-        self._asked = time.monotonic()
-        try:
-            if not self.store.check([self.KEY]):
-                return 0, ""
-            number, code, words = self.store.get(self.KEY).decode().split(" ", 2)
-        except RuntimeError:  # the first machine has finished and left
-            return 0, ""
-        return (int(code), words) if int(number) != self.own else (0, "")
+    def _talk(self, host: str, port: int) -> None:
+        with contextlib.suppress(RuntimeError):  # the first machine has finished and left
+            store = TCPStore(host, port, is_master=False)
+            while not self._over.is_set():
+                if self._tell and not self._told.is_set():
+                    store.compare_set(self.KEY, "", self._tell)  # the first that tells is heard
+                    self._told.set()
+                if store.check([self.KEY]):
+                    number, code, words = store.get(self.KEY).decode().split(" ", 2)
+                    if int(number) != self.own:
+                        self.heard = (int(code), words)
+                self._over.wait(self.SECONDS)
 
-    def fails(self, code: int, words: str) -> None:
-        """Tell the others; the first that does is heard."""
-        try:
-            self.store.compare_set(self.KEY, "", f"{self.own} {code} {words.strip().splitlines()[-1]}")
-        except RuntimeError:
-            return
-        if self.own == 0:
-            time.sleep(2 * self.SECONDS)  # until they have heard: the store goes with this process
+    def fails(self, rank: Rank) -> None:
+        """Tell the others of a rank that has failed, unless it only misses others."""
+        first, words = first_failure([rank])
+        if not self._tell and not words.startswith(LOST):
+            self._tell = f"{self.own} {2 if first.code == 2 else 1} {words.strip().splitlines()[-1]}"
+
+    def leave(self, code: int) -> None:
+        """Wait until the others have heard: the store goes with the first machine's launcher. Then end the thread.
+
+        Where it still waits for a silent machine, the process ends here: Python's own end would bring it down.
+        """
+        if self._tell and self._told.wait(2) and self.own == 0:
+            time.sleep(3 * self.SECONDS)
+        self._over.set()
+        self._thread.join(2)
+        if self._thread.is_alive():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
 
 def _watch(ranks: list[Rank], store: TCPStore, heard: list[int], machines: Machines | None = None) -> int:
@@ -169,12 +193,12 @@ def _watch(ranks: list[Rank], store: TCPStore, heard: list[int], machines: Machi
     stop, deadline, code, stopped, elsewhere = 0, float("inf"), 0, 0.0, ""
     while any(rank.code is None for rank in ranks):
         if machines is not None and not stop and not code:
-            code, elsewhere = machines.failed()
+            code, elsewhere = machines.heard
             if code:
                 deadline = time.monotonic() + SECONDS_TO_FOLLOW
         if heard and not stop:
             stop, deadline, stopped = heard[0], time.monotonic() + SECONDS_TO_SAVE + 5, time.time()
-            store.set("stop/signum", str(stop))  # ranks that are not connected yet see it when they are
+            _set(store, "stop/signum", str(stop))  # ranks that are not connected yet see it when they are
             if stop == signal.SIGTERM:
                 _signal_all(ranks, stop)
         if heard.count(signal.SIGINT) > 1:
@@ -187,6 +211,8 @@ def _watch(ranks: list[Rank], store: TCPStore, heard: list[int], machines: Machi
                     _signal_all(ranks, signal.SIGTERM)
                 elif not stop and not code and not _finished(rank, store):
                     code, deadline = 2 if ended == 2 else 1, time.monotonic() + SECONDS_TO_FOLLOW
+                    if machines is not None:
+                        machines.fails(rank)
         if time.monotonic() > deadline:
             for rank in ranks:
                 if rank.code is None:
@@ -200,17 +226,31 @@ def _watch(ranks: list[Rank], store: TCPStore, heard: list[int], machines: Machi
         failed = [rank for rank in failed if rank in own or rank.account_written < stopped]
     if any(not rank.says.startswith(LOST) for rank in failed):  # who misses others is not at fault
         failed = [rank for rank in failed if not rank.says.startswith(LOST)]
-    if elsewhere and all(rank.says.startswith(LOST) for rank in failed):
-        print(elsewhere, file=sys.stderr, flush=True)
-        return code
+    missing = all(rank.says.startswith(LOST) for rank in failed)  # others, on other machines
+    if machines is not None and missing and (failed or elsewhere) and not stop:
+        end = time.monotonic() + SECONDS_TO_FOLLOW
+        while failed and not machines.heard[0] and time.monotonic() < end:
+            time.sleep(0.1)
+        if machines.heard[0]:
+            print(machines.heard[1], file=sys.stderr, flush=True)
+            return machines.heard[0]
     if failed:
         first, words = first_failure(failed)
         print(words, file=sys.stderr, flush=True)
-        code = 2 if first.code == 2 else 1
-        if machines is not None:
-            machines.fails(code, words)
-        return code
+        return 2 if first.code == 2 else 1
     return 128 + stop if stop else 0
+
+
+def _set(store: TCPStore, key: str, value: str) -> None:
+    """Write into the store, and go on after a second where its machine is silent."""
+
+    def write() -> None:
+        with contextlib.suppress(RuntimeError):
+            store.set(key, value)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(1)
 
 
 def _finished(rank: Rank, store: TCPStore) -> bool:

@@ -20,7 +20,7 @@ from project.run.cluster import meeting
 from project.run.exit import LAUNCHED_BY_US
 from project.run.notices import Notices
 from project.run.resume import purge
-from project.run.storage import write_durably
+from project.run.storage import fingerprint, write_durably
 
 SECONDS_TO_WAIT = 8  # for a run that was just killed: the workers of its data loaders need some to notice
 JOB_FILE = ".job"  # in a run directory: which job of torchrun or Slurm made it
@@ -208,6 +208,7 @@ class SaveConfig(SaveConfigCallback):
         run: The run directory.
         notices: Collects the warnings.
         first_step: The optimizer step that this process begins with, counted from 0.
+        checkpoint: What it goes on from; None for nothing.
         validations: As in the continuation: how many the run has done, but for one that is done again.
         args: As for Lightning's own callback.
         kwargs: As for Lightning's own callback.
@@ -219,6 +220,7 @@ class SaveConfig(SaveConfigCallback):
         run: RunDirectory,
         notices: Notices,
         first_step: int = 0,
+        checkpoint: str | None = None,
         validations: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -226,6 +228,7 @@ class SaveConfig(SaveConfigCallback):
         self.run = run
         self.notices = notices
         self.first_step = first_step
+        self.checkpoint = checkpoint
         self.validations = validations
         self._settled = False
 
@@ -243,12 +246,13 @@ class SaveConfig(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
     def _begin_as_rank_0(self, trainer: Trainer) -> None:
-        """Refuse to train where ranks begin at different steps: their machines do not see the same checkpoints."""
-        step = trainer.strategy.broadcast(self.first_step)
-        if not trainer.strategy.reduce_boolean_decision(step == self.first_step):
+        """Refuse to train where ranks begin differently: their machines do not see the same checkpoint."""
+        own = (self.first_step, fingerprint(Path(self.checkpoint)) if self.checkpoint else "")
+        step, _ = found = trainer.strategy.broadcast(own)
+        if not trainer.strategy.reduce_boolean_decision(found == own):
             raise UsageError(
-                f"--resume: rank 0 goes on from step {step} of {self.run.path}, and on other machines that checkpoint is not"
-                " there; put --log_dir on a disk that all machines see, or copy it to each"
+                f"--resume: rank 0 goes on from step {step} of {self.run.path}, and other machines have another checkpoint,"
+                " or none; put --log_dir on a disk that all machines see, or copy it to each"
             )
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

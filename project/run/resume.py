@@ -197,8 +197,9 @@ def purge(paths: Sequence[Path], step: int, validations: int | None = None) -> N
             tags = [value.tag for value in event.summary.value]
             seen.update(tag for tag in tags if tag.startswith("val/"))
             stale = event.step >= step or any(tag.startswith("_hparams_/") for tag in tags)
-            if validations is not None and event.step == step - 1 and any(tag.startswith("val/") for tag in tags):
-                stale = stale or max(seen.values()) > validations
+            own = [seen[tag] for tag in tags if tag.startswith("val/")]
+            if own and validations is not None and event.step == step - 1:
+                stale = stale or (seen["val/loss"] or max(own)) > validations  # the loss is the first of each
             if not stale:
                 kept.append(record)
         whole = sum(len(record) + 16 for record in records) == os.path.getsize(path)  # length, its checksum, the data's

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from project.errors import UsageError
+
 SECONDS_TO_SAVE = 20  # from the signal until a rank leaves, saved or not
 SECONDS_BEHIND_RANK_0 = 1  # it looks every 0.2 s whether its launcher is there
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "SIGINT (Ctrl-C)"}
@@ -147,13 +149,27 @@ class StopSignal:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"done/{self._rank}", "1")
 
-    def agree_on(self, name: str, find: Callable[[], str]) -> str:
-        """Have rank 0 find something, and tell the others, where they can hear of each other already."""
-        if self._store is None:
+    def agree_on(self, name: str, find: Callable[[], str], seconds: float = 300.0) -> str:
+        """Have rank 0 find something, and tell the others, where they can hear of each other already.
+
+        Args:
+            name: Of the question.
+            find: Called on rank 0.
+            seconds: To wait for it: it may have to start yet, and wait for a machine.
+
+        Raises:
+            UsageError: It did not answer.
+        """
+        store, end = self._store, time.monotonic() + seconds
+        if store is None:
             return find()
         if self._rank == 0:
-            self._store.set(name, f"={find()}")
-        return self._store.get(name).decode()[1:]
+            store.set(name, f"={find()}")
+        while not store.check([name]):  # to wait inside the store would keep the thread from it
+            if time.monotonic() > end:
+                raise UsageError(f"rank 0 has not answered within --timeout, {seconds:g} s; look at its output")
+            time.sleep(0.05)
+        return store.get(name).decode()[1:]
 
     # ---- the thread
 

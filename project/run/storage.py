@@ -1,5 +1,7 @@
 """Checkpoints on disk: written so that a name always stands for a whole file, read without running code."""
 
+import contextlib
+import hashlib
 import os
 import pickle
 import re
@@ -51,22 +53,46 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
 @contextmanager
 def _from_rank_0(path: Path) -> Iterator[Path]:
-    """Yield the path of a file, or of a copy of rank 0's where this machine lacks it."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    there = [path.is_file()]
-    if distributed:
-        there = [False] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(there, path.is_file())
-    if all(there) or not there[0]:
+    """Yield the path of a file, or of a copy of rank 0's where this machine has none, or that of another run."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
         yield path
         return
-    first = torch.distributed.get_rank() == 0
-    sent = [path.read_bytes() if first else b""]
-    torch.distributed.broadcast_object_list(sent)
+    there: list[str] = [""] * distributed.get_world_size()
+    distributed.all_gather_object(there, fingerprint(path))
+    first = distributed.get_rank() == 0
+    if not there[0] or all(one == there[0] for one in there):
+        yield path
+        return
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, path.name)
-        copy.write_bytes(sent[0])
-        yield path if first else copy
+        if first:  # what is only tested needs no optimizer, which is most of it; what is continued lies on a shared disk
+            torch.save({**read_checkpoint(path), "optimizer_states": []}, copy)
+        _send(copy, there[distributed.get_rank()] != there[0])
+        yield copy if there[distributed.get_rank()] != there[0] else path
+
+
+def _send(path: Path, wanted: bool, size: int = 2**26) -> None:
+    """Send a file of rank 0's to the ranks that want it, in parts, through all."""
+    with contextlib.ExitStack() as stack:
+        first = torch.distributed.get_rank() == 0
+        file = stack.enter_context(open(path, "rb" if first else "wb")) if first or wanted else None
+        while True:
+            part = [file.read(size) if first and file else b""]
+            torch.distributed.broadcast_object_list(part)
+            if not part[0]:
+                return
+            if wanted and file:
+                file.write(part[0])
+
+
+def fingerprint(path: Path) -> str:
+    """Return what tells a checkpoint from every other, by the checksums that it holds; empty where there is none."""
+    try:
+        with zipfile.ZipFile(path) as records:
+            return hashlib.sha256(repr([(one.filename, one.CRC) for one in records.infolist()]).encode()).hexdigest()
+    except (OSError, zipfile.BadZipFile):
+        return str(path.stat().st_size) if path.is_file() else ""
 
 
 def write_durably(path: Path, write: Callable[[Any], None], previous: Path | None = None) -> None:
