@@ -4,29 +4,25 @@ import random
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 from benchmarks.communication import (
-    BUCKET,
-    FIRST_BUCKET,
-    GRADIENTS,
+    ARTICLES,
+    Bucket,
     buckets,
     paper,
     ring_seconds,
     slowest,
     step_seconds,
 )
+from torch import nn
 
 from project.model.networks import ConvNet
 from tests.conftest import ROOT
-
-
-def test_the_gradients_are_as_large_as_the_networks() -> None:
-    assert GRADIENTS["default"] == sum(4 * p.numel() for p in ConvNet().parameters())
-    parameters = GRADIENTS["articles'"] // 4
-    assert f"{parameters:,} parameters" in " ".join((ROOT / "README.md").read_text().split())  # a slow test counts them
 
 
 def test_a_ring_sends_each_tensor_twice_whatever_the_number_of_devices() -> None:
@@ -35,16 +31,34 @@ def test_a_ring_sends_each_tensor_twice_whatever_the_number_of_devices() -> None
     assert ring_seconds(0, 9, 1e9, 1e-3) == pytest.approx(16e-3)
 
 
-def test_buckets_are_those_of_distributed_data_parallel() -> None:
-    assert buckets(1000) == [1000]
-    assert buckets(FIRST_BUCKET + 2 * BUCKET + 7) == [FIRST_BUCKET, BUCKET, BUCKET, 7]
+@pytest.mark.parametrize("network", [{}, ARTICLES], ids=["default", "articles'"])
+def test_buckets_are_those_of_distributed_data_parallel(network: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        parameters = [*ConvNet(**network).parameters()][::-1]
+        found = buckets(ConvNet(**network))
+    assigned, _ = torch.distributed._compute_bucket_assignment_by_size(
+        parameters, [torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20], [False] * len(parameters)
+    )
+    assert [bucket.size for bucket in found] == [sum(4 * parameters[i].numel() for i in part) for part in assigned]
+    assert [bucket.done for bucket in found] == sorted(bucket.done for bucket in found)
+    assert found[-1].done == 1
+
+
+def test_backward_is_where_the_products_are() -> None:
+    with torch.device("meta"):
+        network = nn.Sequential(nn.Conv2d(3, 2000, 1), nn.AdaptiveAvgPool2d(10), nn.Flatten(), nn.Linear(200_000, 10))
+    last, first = buckets(network, image_size=8)
+    assert last.size == 4 * (10 + 2_000_000)
+    assert last.done == pytest.approx(2_000_000 / (2_000_000 + 64 * 6000))
+    assert first == Bucket(4 * 8000, 1)
 
 
 def test_a_step_waits_for_what_cannot_be_sent_beside_backward() -> None:
-    assert step_seconds(1.0, [100], 2, 1e12, 0) == pytest.approx(1.0)
-    assert step_seconds(1.0, [100], 2, 100, 0) == pytest.approx(2.0)  # one bucket is ready at the very end
-    assert step_seconds(1.0, [50, 50], 2, 1000, 0) == pytest.approx(1.05)  # the first is sent meanwhile
-    assert step_seconds(1.0, [50, 50], 2, 50, 0) == pytest.approx(1 / 3 + 1 / 3 + 2)  # neither is, but for the start
+    half, whole = Bucket(50, 0.5), Bucket(50, 1)
+    assert step_seconds(1.0, [Bucket(100, 1)], 2, 1e12, 0) == pytest.approx(1.0)
+    assert step_seconds(1.0, [Bucket(100, 1)], 2, 100, 0) == pytest.approx(2.0)  # one bucket is ready at the very end
+    assert step_seconds(1.0, [half, whole], 2, 1000, 0) == pytest.approx(1.05)  # the first is sent meanwhile
+    assert step_seconds(1.0, [half, whole], 2, 50, 0) == pytest.approx(1 / 3 + 1 / 3 + 2)  # neither is, but for the start
 
 
 def test_the_slowest_is_as_drawing_shows() -> None:

@@ -8,6 +8,9 @@ import pytest
 import yaml
 from kubeflow.training import models as kubeflow
 from kubernetes.client import models as kubernetes
+from torch.distributed.run import get_args_parser as torchrun_parser
+
+from tests.conftest import python
 
 MANIFEST = Path(__file__).resolve().parents[1] / "scripts" / "train.pytorchjob.yaml"
 PLAIN = {"str": str, "int": int, "bool": bool, "float": float, "object": object}
@@ -61,12 +64,19 @@ def test_what_does_not_fit_is_found(where: list[str], value: Any, says: str) -> 
         check(job, "KubeflowOrgV1PyTorchJob", "job")
 
 
-def test_its_command_is_the_templates() -> None:
+def test_its_command_is_one_of_the_templates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator wants the name "pytorch"; torchrun's flags come from the environment that it sets."""
+    monkeypatch.chdir(MANIFEST.parents[1])
     for role in manifest()["spec"]["pytorchReplicaSpecs"].values():
         (container,) = role["template"]["spec"]["containers"]
         assert container["name"] == "pytorch"
-        assert container["command"] == ["torchrun", "--max-restarts=3", "scripts/train.py", "--strategy", "ddp"]
+        program, restarts, script, *flags = [*container["command"], *container["args"]]
+        assert [program, script] == ["torchrun", "scripts/train.py"]
+        assert torchrun_parser().parse_args([restarts, script]).max_restarts == 3
+        result = python(script, *flags, "--print_config")
+        assert result.returncode == 0, result.stderr
+        config = yaml.safe_load(result.stdout)
+        assert (config["name"], config["resume"], config["checkpoint_every"]) == (manifest()["metadata"]["name"], True, 500)
         assert {mount["name"] for mount in container["volumeMounts"]} == {
             volume["name"] for volume in role["template"]["spec"]["volumes"]
         }

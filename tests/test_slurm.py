@@ -1,7 +1,6 @@
 """scripts/train.sbatch on a real Slurm: it trains, and whatever ends a turn, the run goes on exactly."""
 
 import functools
-import os
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.conftest import ROOT, clean_environment, train
 from tests.slurm import Cluster, cannot
@@ -166,12 +166,35 @@ class TestCluster:
         assert job.state == "CANCELLED"
         assert cluster.show(job.number)["Restarts"] == "0"
 
-    def test_jobs_of_an_array_have_a_run_directory_each(self, cluster: Cluster, cache: list[str], tmp_path: Path) -> None:
-        job = Job(cluster, tmp_path, ["--array=0-1"], *FLAGS, "--max_epochs", 1, *cache)
-        wait_for(lambda: not cluster.run("squeue", "-h", "-j", job.number), 120, 0.3)
-        runs = sorted((tmp_path / RUN).parent.iterdir())
-        assert [run.name for run in runs] == ["version_0", "version_1"], job.output
-        assert all((run / "summary.json").exists() for run in runs), job.output
-        assert len({(run / ".job").read_text() for run in runs}) == 2
-        assert len(list((tmp_path / "logs").glob("slurm-*.out"))) == 2
-        assert os.listdir(tmp_path / "logs" / "default" / "version_0" / "checkpoints")
+    def test_jobs_of_an_array_have_a_run_directory_each_and_are_requeued_alone(
+        self, cluster: Cluster, whole: Callable[[int], Path], cache: list[str], tmp_path: Path
+    ) -> None:
+        job = Job(cluster, tmp_path, ["--array=0-1"], *FLAGS, "--max_epochs", 6, *cache)
+        # One of them bears the number of the array itself, which stands for both.
+        own = wait_for(lambda: {one: cluster.show(f"{job.number}_{one}").get("JobId") for one in (0, 1)}, 30)
+        last = next(one for one, number in own.items() if number == job.number)
+        wait_for(lambda: all((run / "checkpoints" / "last.ckpt").exists() for run in runs(tmp_path, 2)), 90, 0.2)
+        cluster.run("scancel", "--signal=TERM", f"{job.number}_{last}")
+        wait_for(lambda: cluster.show(f"{job.number}_{last}")["Restarts"] == "1", 60, 0.3)
+        job.number = f"{job.number}_{last}"
+        job.ends()
+        other = f"{job.number.split('_')[0]}_{1 - last}"
+        wait_for(lambda: cluster.show(other)["JobState"] == "COMPLETED", 120, 0.3)
+        assert cluster.show(other)["Restarts"] == "0"
+        assert [run.name for run in runs(tmp_path, 2)] == ["version_0", "version_1"], job.output
+        assert len({(run / ".job").read_text() for run in runs(tmp_path, 2)}) == 2
+        assert job.output.count("resume: from step") == job.output.count("waits in the queue again") == 1
+        expected = checkpoint(whole(6) / RUN)
+        for run in runs(tmp_path, 2):
+            found = checkpoint(run)
+            assert all(torch.equal(weight, found[name]) for name, weight in expected.items()), run
+
+
+def runs(place: Path, number: int) -> list[Path]:
+    """The run directories, once there are so many."""
+    found = sorted((place / RUN).parent.glob("version_*"))
+    return found if len(found) >= number else [place / "none"]
+
+
+def checkpoint(run: Path) -> dict[str, torch.Tensor]:
+    return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
