@@ -274,7 +274,7 @@ def test_settings_show(flags: list[str], name: str, says: str, monkeypatch: Any,
 @NO_GPU
 def test_many_machines_have_one_line_and_slurm_too(monkeypatch: Any, capsys: Any) -> None:
     output = explain(monkeypatch, capsys, "--strategy", "ddp", "--devices", "8", "--num_nodes", "8", "--accelerator", "gpu")
-    assert "on each of the 8 machines, <n> from 0:\ntorchrun --nnodes=8 --node_rank=<n> " in output
+    assert "on each of the 8 machines, N from 0:\ntorchrun --nnodes=8 --node_rank=N " in output
     assert "sbatch --nodes=8 --ntasks-per-node=8 --gpus-per-node=8 scripts/train.sbatch --strategy ddp" in output
 
 

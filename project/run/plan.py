@@ -216,11 +216,11 @@ def _launch(hardware: Hardware, command: list[str]) -> list[str]:
     by_slurm = ["The same under Slurm:", f"sbatch {slurm} scripts/train.sbatch {shlex.join(command[1:])}".rstrip()]
     if machines == 1:
         return ["The same, launched by torchrun:", f"torchrun --nproc_per_node={number} {flags}", *by_slurm]
-    where = f"--master_addr=<machine 0> --master_port=<free port> --nproc_per_node={number}"
-    each = range(machines) if machines <= MACHINES_SHOWN else ["<n>"]
+    where = f"--master_addr=MACHINE_0 --master_port=29500 --nproc_per_node={number}"
+    each = range(machines) if machines <= MACHINES_SHOWN else ["N"]
     return [
         f"The same, launched by torchrun, on each of the {machines} machines"
-        + (":" if machines <= MACHINES_SHOWN else ", <n> from 0:"),
+        + (":" if machines <= MACHINES_SHOWN else ", N from 0:"),
         *(f"torchrun --nnodes={machines} --node_rank={number_of} {where} {flags}" for number_of in each),
         *by_slurm,
     ]
