@@ -2,12 +2,14 @@
 
 import json
 import re
+import shlex
 import shutil
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.run import get_args_parser as torchrun_parser
 
 from project.run.flags import OWN_FLAGS, SHORT_FLAGS
 from tests.conftest import ROOT, python
@@ -36,10 +38,24 @@ def test_there_are_two_commands_that_install_and_train_and_install_and_test() ->
 
 
 def test_every_flag_it_names_is_a_flag() -> None:
-    table = README.partition("\n## The flags\n")[2].partition("\n## Several machines\n")[0]
+    table = README.partition("\n## The flags\n")[2].partition("\n## From one device to many machines\n")[0]
     named = set(re.findall(r"--(\w+)", table))
     assert named - {"trainer", "data", "help", "config"} <= {*SHORT_FLAGS, *OWN_FLAGS}
     assert {*SHORT_FLAGS, *OWN_FLAGS} <= named
+
+
+def test_its_torchrun_commands_are_torchruns() -> None:
+    commands = [shlex.split(text) for text in re.findall(r"`[A-Z_=1 ]*torchrun (.*?)`", README)]
+    assert len(commands) >= 2
+    for command in commands:
+        given = torchrun_parser().parse_args(command)  # ends the process where it does not know a flag
+        assert given.training_script in ("scripts/train.py", "scripts/manual/ddp.py") or "..." in command
+
+
+def test_its_links_to_its_own_sections_lead_somewhere() -> None:
+    titles = re.findall(r"^#+ (.+)$", README, re.MULTILINE)
+    sections = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    assert set(re.findall(r"\]\(#([\w-]+)\)", README)) <= sections
 
 
 @pytest.mark.slow
