@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.conftest import ImageFolder
 from tests.survival import FLAGS, RUN, Command, steps_saved, wait_for
@@ -75,11 +77,15 @@ def test_a_machine_that_does_not_come_ends_the_command_in_time(alone: int, tmp_p
 
 @pytest.mark.slow
 def test_machines_with_disks_of_their_own_train_one_run_and_say_what_they_lack_to_go_on(tmp_path: Path) -> None:
+    stale = tmp_path / "machine1" / RUN / "checkpoints" / "best.ckpt"  # of a run of its own that was there before
+    stale.parent.mkdir(parents=True)
+    torch.save({"state_dict": {}}, stale)
     with machines(tmp_path, SMALL, SMALL) as both:
         assert [command.wait(120) for command in both] == [0, 0], both[0].output + both[1].output
+    assert [path for path in (tmp_path / "machine1" / "logs").rglob("*") if path.is_file()] == [stale]
+    shutil.rmtree(tmp_path / "machine1" / "logs")
     assert [output.count("preparing synthetic images") for output in (both[0].output, both[1].output)] == [1, 1]
     assert (both[0].place / RUN / "summary.json").exists()
-    assert not (both[1].place / "logs").exists()
     more = [*SMALL, "--max_epochs", 2, "--resume"]
     with machines(tmp_path, more, more) as both:
         codes = [command.wait(60) for command in both]
