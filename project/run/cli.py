@@ -45,7 +45,7 @@ from project.run.memory import keep_freed_memory
 from project.run.notices import Notices
 from project.run.outputs import RunDirectory, RunLogger, SaveConfig, expanded, newest_run, run_of_this_job
 from project.run.plan import ShowShapes, blank_batch, lacking, plan
-from project.run.resume import FREE, Continuation, base_of, check_same, from_path, in_directory
+from project.run.resume import FREE, NEW_RUN, Continuation, base_of, check_same, from_path, in_directory
 from project.run.signals import stop_signal
 from project.run.storage import DurableCheckpointIO, read_checkpoint
 from project.run.summary import closing_lines, num_replicas, summarise, write_summary
@@ -150,7 +150,7 @@ class TrainCLI(LightningCLI):
 
     def _find_continuation(self, config: Namespace) -> Continuation:
         """Return what to go on from: a restarted job's own run, or what `--resume` says."""
-        log_dir, name, resume, wait = config.log_dir, config.name, config.resume, timeout_of(sys.argv)
+        log_dir, name, resume, wait = config.log_dir, config.name, config.resume, config.timeout
         if own := stop_signal.agree_on("run", lambda: str(run_of_this_job(log_dir, name) or ""), wait):
             return in_directory(Path(own))
 
@@ -165,7 +165,7 @@ class TrainCLI(LightningCLI):
             if not resume:
                 raise UsageError("--resume '' is no path; give a run directory or a .ckpt file, or --resume alone")
         if not (agreed := stop_signal.agree_on("resume", wanted, wait)):
-            return Continuation(None, None)
+            return NEW_RUN
         path = expanded(agreed)
         # One that was found is a run, be it without a checkpoint; so is what our launcher hands on, having found it.
         found = not isinstance(resume, str) or LAUNCHED_BY_US in os.environ
@@ -235,9 +235,7 @@ class TrainCLI(LightningCLI):
         self.save_config_kwargs = {
             "run": self.run_directory,
             "notices": self.notices,
-            "first_step": self.continuation.step,
-            "checkpoint": self.resume_from,
-            "validations": self.continuation.validations,
+            "continuation": self.continuation,
         }
         if self.config.explain:
             return self._instantiate_for_one_forward_pass()

@@ -153,24 +153,30 @@ class Meeting:
             UsageError: It did not come.
         """
         if LAUNCHED_BY_US in os.environ or "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
-            return None
-        address, end = os.environ["MASTER_ADDR"], time.monotonic() + seconds
-        if os.environ["TORCHELASTIC_USE_AGENT_STORE"] != "True":
-            return self._meet_elsewhere(address, int(os.environ["MASTER_PORT"]), seconds)
-        self._agent = TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False)
+            return
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+            self._meet_by_agent(address, port, seconds)
+        else:
+            self._meet_elsewhere(address, port, seconds)
+
+    def _meet_by_agent(self, address: str, port: int, seconds: float) -> None:
+        """Meet at a new store of rank 0's, which torchrun's tells of."""
+        end = time.monotonic() + seconds
+        self._agent = TCPStore(address, port, is_master=False)
         if os.environ["RANK"] == "0":
             mark = secrets.token_hex(8)
             self._server = TCPStore(address, 0, is_master=True, wait_for_workers=False)
             self._server.set("mark", mark)
             os.environ["MASTER_PORT"] = str(self._server.port)
             self._agent.set("meet", f"{self._server.port} {mark}")
-            return None
+            return
         while time.monotonic() < end:
             if self._agent.check(["meet"]):
-                port, mark = self._agent.get("meet").decode().split()
-                if self._is(address, int(port), mark):
-                    os.environ["MASTER_PORT"] = port
-                    return None
+                found, mark = self._agent.get("meet").decode().split()
+                if self._is(address, int(found), mark):
+                    os.environ["MASTER_PORT"] = found
+                    return
             time.sleep(0.2)
         raise UsageError(f"rank 0, on {address}, has not come within {seconds:g} s; look at its output, and at its network")
 

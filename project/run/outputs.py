@@ -19,7 +19,7 @@ from project.run.checkpoints import RunCheckpoints
 from project.run.cluster import meeting
 from project.run.exit import LAUNCHED_BY_US
 from project.run.notices import Notices
-from project.run.resume import purge
+from project.run.resume import NEW_RUN, Continuation, purge
 from project.run.storage import fingerprint, write_durably
 
 SECONDS_TO_WAIT = 8  # for a run that was just killed: the workers of its data loaders need some to notice
@@ -207,9 +207,7 @@ class SaveConfig(SaveConfigCallback):
     Args:
         run: The run directory.
         notices: Collects the warnings.
-        first_step: The optimizer step that this process begins with, counted from 0.
-        checkpoint: What it goes on from; None for nothing.
-        validations: As in the continuation: how many the run has done, but for one that is done again.
+        continuation: What this process goes on from.
         args: As for Lightning's own callback.
         kwargs: As for Lightning's own callback.
     """
@@ -219,17 +217,13 @@ class SaveConfig(SaveConfigCallback):
         *args: Any,
         run: RunDirectory,
         notices: Notices,
-        first_step: int = 0,
-        checkpoint: str | None = None,
-        validations: int | None = None,
+        continuation: Continuation = NEW_RUN,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs, save_to_log_dir=False)
         self.run = run
         self.notices = notices
-        self.first_step = first_step
-        self.checkpoint = checkpoint
-        self.validations = validations
+        self.continuation = continuation
         self._settled = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -247,7 +241,8 @@ class SaveConfig(SaveConfigCallback):
 
     def _begin_as_rank_0(self, trainer: Trainer) -> None:
         """Refuse to train where ranks begin differently: their machines do not see the same checkpoint."""
-        own = (self.first_step, fingerprint(Path(self.checkpoint)) if self.checkpoint else "")
+        found_here = self.continuation.checkpoint
+        own = (self.continuation.step, fingerprint(found_here) if found_here else "")
         step, _ = found = trainer.strategy.broadcast(own)
         if not trainer.strategy.reduce_boolean_decision(found == own):
             raise UsageError(
@@ -284,12 +279,12 @@ class SaveConfig(SaveConfigCallback):
         """Take the points of steps that are now done again out of TensorBoard's files, and write this configuration."""
         if self.run.continued is not None and trainer.is_global_zero and not self._settled:
             self._settled = True
-            purge(self.run.earlier_events, trainer.global_step, self.validations)
+            purge(self.run.earlier_events, trainer.global_step, self.continuation.validations)
             self._write()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take back the directory of a run that the user's mistake ended before its first step."""
-        if isinstance(exception, UsageError) and trainer.is_global_zero and trainer.global_step <= self.first_step:
+        if isinstance(exception, UsageError) and trainer.is_global_zero and trainer.global_step <= self.continuation.step:
             self.run.remove()
             if self.run.continued is not None and not self._settled:  # refused: the logger's new file is all it has done
                 for path in {*self.run.path.glob("events.out.tfevents.*")} - {*self.run.earlier_events}:

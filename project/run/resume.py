@@ -51,6 +51,9 @@ class Continuation:
     damaged: tuple[str, ...] = ()
 
 
+NEW_RUN = Continuation(None, None)
+
+
 def from_path(path: Path) -> Continuation:
     """Continue a run directory, in place, or a checkpoint, in a new run directory.
 
