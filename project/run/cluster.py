@@ -127,21 +127,19 @@ def cluster_plugins() -> list[SLURMEnvironment]:
 
 
 class Meeting:
-    """Where torchrun's ranks find each other, anew after every restart, and what they remember of those before.
+    """Where torchrun's ranks find each other, anew after every restart, and which torchruns have started them.
 
-    torchrun (2.14) keeps one store for all restarts, in which the ranks would find the addresses of those before. Nor can
-    they tell by its count of restarts which one this is: a machine that joins later begins at 0. One that joins finds that
-    store only where TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has torchrun choose another place for every start; then nothing
-    of torchrun's remembers, and the ranks know each other's job by the torchruns themselves, of which one has stayed.
+    torchrun (2.14) keeps one store for all restarts, in which the ranks would find the addresses of those before. A machine
+    that joins later finds that store only where TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has torchrun choose another place for
+    every start, and keep no store. Nor does torchrun's count of restarts tell which start this is: that machine begins at 0.
 
     Attributes:
-        agents: Which torchruns have started this, where their store does not remember; on rank 0.
+        agents: The torchruns, on rank 0. A job is known by them: from one start to the next one of them has stayed.
     """
 
     def __init__(self) -> None:
         self.agents: frozenset[str] = frozenset()
-        self._agent: TCPStore | None = None  # torchrun's store
-        self._server: TCPStore | None = None  # rank 0's own, while its process lives
+        self._store: TCPStore | None = None  # of this start; rank 0's own, while its process lives
 
     def meet(self, seconds: float = 300.0) -> None:
         """Have rank 0 open a store for this start, and the others find it; under another launcher than torchrun do nothing.
@@ -155,66 +153,46 @@ class Meeting:
         if LAUNCHED_BY_US in os.environ or "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
             return
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        if os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
-            self._meet_by_agent(address, port, seconds)
+        first = os.environ["RANK"] == "0"
+        if os.environ["TORCHELASTIC_USE_AGENT_STORE"] != "True":  # a place of this start's own
+            wait = timedelta(seconds=seconds)
+            self._store = TCPStore(address, port, is_master=first, timeout=wait, wait_for_workers=False)
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # for torch: the store is there
         else:
-            self._meet_elsewhere(address, port, seconds)
-
-    def _meet_by_agent(self, address: str, port: int, seconds: float) -> None:
-        """Meet at a new store of rank 0's, which torchrun's tells of."""
-        end = time.monotonic() + seconds
-        self._agent = TCPStore(address, port, is_master=False)
-        if os.environ["RANK"] == "0":
-            mark = secrets.token_hex(8)
-            self._server = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-            self._server.set("mark", mark)
-            os.environ["MASTER_PORT"] = str(self._server.port)
-            self._agent.set("meet", f"{self._server.port} {mark}")
-            return
-        while time.monotonic() < end:
-            if self._agent.check(["meet"]):
-                found, mark = self._agent.get("meet").decode().split()
-                if self._is(address, int(found), mark):
-                    os.environ["MASTER_PORT"] = found
-                    return
-            time.sleep(0.2)
-        raise UsageError(f"rank 0, on {address}, has not come within {seconds:g} s; look at its output, and at its network")
-
-    def _meet_elsewhere(self, address: str, port: int, seconds: float) -> None:
-        """Meet at a place that torchrun has chosen for this start alone, and keeps no store at."""
-        first, wait = os.environ["RANK"] == "0", timedelta(seconds=seconds)
-        self._server = TCPStore(address, port, is_master=first, timeout=wait, wait_for_workers=False)
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # for torch: the store is there
-        machine = os.environ["GROUP_RANK"]
+            agent = TCPStore(address, port, is_master=False)
+            self._store = self._open(address, agent, seconds) if first else self._find(address, agent, seconds)
+            os.environ["MASTER_PORT"] = str(self._store.port)
         if os.environ["LOCAL_RANK"] == "0":
-            self._server.set(f"agent/{machine}", f"{socket.gethostname()} {os.getppid()} {_started(os.getppid())}")
+            own = f"{socket.gethostname()} {os.getppid()} {_started(os.getppid())}"
+            self._store.set(f"agent/{os.environ['GROUP_RANK']}", own)
         if first:
             machines = range(int(os.environ["GROUP_WORLD_SIZE"]))
-            self.agents = frozenset(self._server.get(f"agent/{number}").decode() for number in machines)
+            self.agents = frozenset(self._store.get(f"agent/{number}").decode() for number in machines)
 
     @staticmethod
-    def _is(address: str, port: int, mark: str) -> bool:
-        """Return whether this is the store of the rank 0 that lives now: those before have ended, and their stores too."""
-        try:
-            with socket.create_connection((address, port), timeout=2):
-                pass
-            store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=2))
-            return store.check(["mark"]) and store.get("mark").decode() == mark
-        except (OSError, RuntimeError):
-            return False
+    def _open(address: str, agent: TCPStore, seconds: float) -> TCPStore:
+        """Open a store, and have torchrun's tell of it."""
+        mark, wait = secrets.token_hex(8), timedelta(seconds=seconds)
+        store = TCPStore(address, 0, is_master=True, timeout=wait, wait_for_workers=False)
+        store.set("mark", mark)
+        agent.set("meet", f"{store.port} {mark}")
+        return store
 
-    def remember(self, run: Path) -> None:
-        """Have later starts know which run directory is this job's."""
-        if self._agent is not None and os.environ["RANK"] == "0":
-            with contextlib.suppress(RuntimeError):  # torchrun is about to end
-                self._agent.set("run", str(run.resolve()))
-
-    def remembered(self) -> Path | None:
-        """Return the run directory that an earlier start of this job has made, from here; None for none."""
-        if self._agent is None or not self._agent.check(["run"]):
-            return None
-        run = Path(self._agent.get("run").decode())
-        return run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
+    @staticmethod
+    def _find(address: str, agent: TCPStore, seconds: float) -> TCPStore:
+        """Wait for the store of the rank 0 that lives now: those before have ended, and their stores too."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if agent.check(["meet"]):
+                port, mark = agent.get("meet").decode().split()
+                with contextlib.suppress(OSError, RuntimeError):
+                    with socket.create_connection((address, int(port)), timeout=2):
+                        pass
+                    store = TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=2))
+                    if store.check(["mark"]) and store.get("mark").decode() == mark:
+                        return store
+            time.sleep(0.2)
+        raise UsageError(f"rank 0, on {address}, has not come within {seconds:g} s; look at its output, and at its network")
 
 
 def _started(process: int) -> str:

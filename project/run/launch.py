@@ -170,8 +170,9 @@ class Machines:
     def fails(self, rank: Rank) -> None:
         """Tell the others of a rank that has failed, unless it only misses others."""
         first, words = first_failure([rank])
-        if not self._tell and not words.startswith(LOST):
-            self._tell = f"{self.own} {2 if first.code == 2 else 1} {words.strip().splitlines()[-1]}"
+        if not self._tell and not rank.says.startswith(LOST):
+            begin, *rest = words.strip().splitlines()  # of a traceback whose it is, and what it comes to
+            self._tell = f"{self.own} {2 if first.code == 2 else 1} {' '.join([begin, *rest[-1:]])}"
 
     def leave(self, code: int) -> None:
         """Wait until the others have heard: the store goes with the first machine's launcher. Then end the thread.
@@ -237,6 +238,8 @@ def _watch(ranks: list[Rank], store: TCPStore, heard: list[int], machines: Machi
     if failed:
         first, words = first_failure(failed)
         print(words, file=sys.stderr, flush=True)
+        if machines is not None:
+            machines.fails(first)
         return 2 if first.code == 2 else 1
     return 128 + stop if stop else 0
 

@@ -23,7 +23,7 @@ from project.run.resume import NEW_RUN, Continuation, purge
 from project.run.storage import fingerprint, write_durably
 
 SECONDS_TO_WAIT = 8  # for a run that was just killed: the workers of its data loaders need some to notice
-JOB_FILE = ".job"  # in a run directory: which job of torchrun or Slurm made it
+JOB_FILE = ".job"  # in a run directory: which job of torchrun or Slurm works on it, or was the last
 
 
 class RunDirectory:
@@ -92,15 +92,10 @@ class RunDirectory:
             else:
                 break
         self._hold(path)
-        _note_job(path)
-        meeting.remember(path)
         return path
 
     def _take_up(self, path: Path) -> Path:
         self._hold(path)
-        if meeting.agents:
-            _note_job(path)
-        meeting.remember(path)
         for left_over in path.rglob(".*.tmp"):  # of a writer that was killed
             left_over.unlink()
         self.earlier_events = sorted(path.glob("events.out.tfevents.*"))
@@ -112,6 +107,9 @@ class RunDirectory:
             self._lock.acquire(timeout=SECONDS_TO_WAIT)
         except Timeout as error:
             raise UsageError(f"--resume: {path} is still being written by another process; end that one first") from error
+        if job := job_key():
+            lines = "\n".join([job, *sorted(meeting.agents)])
+            write_durably(path / JOB_FILE, lambda file: file.write(lines.encode()))
 
     def _next(self) -> int:
         return max(versions_of(self.log_dir / self.name), default=-1) + 1
@@ -129,7 +127,7 @@ def versions_of(experiment: Path) -> list[int]:
 
 
 def newest_run(log_dir: str, name: str, job: str | None = None) -> Path | None:
-    """Return the directory of an experiment's newest run, or of the newest that a job has made; None for no such run."""
+    """Return the newest run directory of an experiment, or of those that a job has worked on; None for no such run."""
     experiment = expanded(log_dir) / name
     for number in reversed(versions_of(experiment)):
         path = experiment / f"version_{number}"
@@ -139,23 +137,15 @@ def newest_run(log_dir: str, name: str, job: str | None = None) -> Path | None:
 
 
 def run_of_this_job(log_dir: str, name: str) -> Path | None:
-    """Return the run that this job has made before, where torchrun or Slurm has started it again; None otherwise."""
-    if found := meeting.remembered():
-        return found
+    """Return the run that this job has worked on before, where torchrun or Slurm has started it again; None otherwise."""
     job = job_key()
     found = newest_run(log_dir, name, job) if job else None
     again = any(int(os.environ.get(name) or 0) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return found if found and (again or meeting.agents & {*_job_of(found)[1:]}) else None
 
 
-def _note_job(path: Path) -> None:
-    if job := job_key():
-        lines = "\n".join([job, *sorted(meeting.agents)])
-        write_durably(path / JOB_FILE, lambda file: file.write(lines.encode()))
-
-
 def _job_of(path: Path) -> list[str]:
-    """Return the key of the job that made a run, and the torchruns that last worked on it."""
+    """Return the key of the job that last worked on a run, and its torchruns."""
     return (path / JOB_FILE).read_text().split("\n") if (path / JOB_FILE).exists() else [""]
 
 
