@@ -1,5 +1,7 @@
 """Runs that are killed, stopped, or fail: real processes."""
 
+from __future__ import annotations
+
 import os
 import random
 import signal
@@ -8,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -29,7 +32,7 @@ from tests.survival import (
 )
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc, as Linux has it")
-EPOCHS = 24  # of 84 steps
+EPOCHS = 16  # of 84 steps
 LONG = [*FLAGS, "--max_epochs", EPOCHS, "--checkpoint_every", 3]
 DEVICES = {"one process": [], "two processes": TWO}
 
@@ -39,15 +42,37 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--data.cache_dir", str(tmp_path_factory.mktemp("cache"))]
 
 
+@dataclass
+class Whole:
+    """The uninterrupted run, and how long this machine takes for it.
+
+    Attributes:
+        place: The folder that it ran in.
+        start: Seconds from the command to its first checkpoint.
+        rest: Seconds from there to its end.
+    """
+
+    place: Path
+    start: float
+    rest: float
+
+    def any_moment(self, draw: random.Random, share: float) -> float:
+        """Draw seconds after which a run is ended: in its start, or at most this share of the rest after it."""
+        return draw.uniform(0.5, self.start + share * self.rest)
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, cache: list[str]) -> dict[str, Path]:
+def whole(tmp_path_factory: pytest.TempPathFactory, cache: list[str]) -> dict[str, Whole]:
     """The uninterrupted run, on one process and on two."""
-    places = {}
+    runs = {}
     for name, devices in DEVICES.items():
-        places[name] = tmp_path_factory.mktemp("whole")
-        with Command(places[name], *LONG, *devices, *cache) as command:
+        place, begun = tmp_path_factory.mktemp("whole"), time.monotonic()
+        with Command(place, *LONG, *devices, *cache) as command:
+            command.steps()
+            start = time.monotonic() - begun
             assert command.wait() == 0, command.output
-    return places
+        runs[name] = Whole(place, start, time.monotonic() - begun - start)
+    return runs
 
 
 def assert_same_run(place: Path, whole: Path) -> None:
@@ -88,9 +113,12 @@ def stop_in_the_write(command: Command, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", DEVICES)
 def test_killed_twenty_times_it_ends_with_the_weights_of_an_uninterrupted_run(
-    devices: str, whole: dict[str, Path], tmp_path: Path, cache: list[str], other_file_system: str
+    devices: str, whole: dict[str, Whole], tmp_path: Path, cache: list[str], other_file_system: str
 ) -> None:
-    """The whole group at once: half of the times at any moment, half in the middle of writing a checkpoint."""
+    """The whole group at once: half of the times at any moment, half in the middle of writing a checkpoint.
+
+    The ten moments use up half of the run at most, whatever the machine's speed, and the ten writes some steps each.
+    """
     draw, in_the_write = random.Random(len(devices)), 0
     folder = tmp_path / RUN / "checkpoints"
     for number in range(20):
@@ -98,10 +126,10 @@ def test_killed_twenty_times_it_ends_with_the_weights_of_an_uninterrupted_run(
             if number % 2:
                 before = steps_saved(tmp_path)
                 wait_for(lambda before=before: steps_saved(tmp_path) > before, 60)
-                time.sleep(draw.uniform(0, 0.3))
+                time.sleep(draw.uniform(0, 0.01 * whole[devices].rest))
                 stop_in_the_write(command, folder)
             else:
-                time.sleep(draw.uniform(0.5, 8 if devices == "one process" else 13))
+                time.sleep(whole[devices].any_moment(draw, 0.05))
             assert command.process.poll() is None, command.output
         in_the_write += bool(left_over(tmp_path))
         checkpoints(tmp_path)  # each of them loads
@@ -110,7 +138,7 @@ def test_killed_twenty_times_it_ends_with_the_weights_of_an_uninterrupted_run(
     with Command(tmp_path, *LONG, *DEVICES[devices], *cache, "--resume") as command:
         assert command.wait() == 0, command.output
     assert [path.name for path in (tmp_path / RUN).parent.iterdir()] == ["version_0"]
-    assert_same_run(tmp_path, whole[devices])
+    assert_same_run(tmp_path, whole[devices].place)
 
 
 # ---- SIGTERM and SIGINT
@@ -119,19 +147,19 @@ def test_killed_twenty_times_it_ends_with_the_weights_of_an_uninterrupted_run(
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", ["the parent", "the group", "rank 1 only"])
 def test_sigterm_at_any_moment_saves_and_exits_with_143(
-    whom: str, whole: dict[str, Path], tmp_path: Path, cache: list[str]
+    whom: str, whole: dict[str, Whole], tmp_path: Path, cache: list[str]
 ) -> None:
     """Half of the times at any moment from the start on, half while it trains."""
-    draw, slowest = random.Random(whom), 0.0
+    draw, slowest, uninterrupted = random.Random(whom), 0.0, whole["two processes"]
     for number in range(7):  # of 21 in all
         with Command(tmp_path, *LONG, *TWO, *cache, "--resume") as command:
             target = command.rank(1) if whom == "rank 1 only" else command.pid
             if number % 2:
                 steps = steps_saved(tmp_path)
                 wait_for(lambda steps=steps: steps_saved(tmp_path) > steps, 60)
-                time.sleep(draw.uniform(0, 1.5))
+                time.sleep(draw.uniform(0, 0.07 * uninterrupted.rest))
             else:
-                time.sleep(draw.uniform(0.5, 8 if whom == "rank 1 only" else 13))
+                time.sleep(uninterrupted.any_moment(draw, 0.1))
             assert command.process.poll() is None, command.output
             before = time.monotonic()
             (os.killpg if whom == "the group" else os.kill)(target, signal.SIGTERM)
@@ -143,7 +171,7 @@ def test_sigterm_at_any_moment_saves_and_exits_with_143(
     assert steps_saved(tmp_path) > 6
     with Command(tmp_path, *LONG, *TWO, *cache, "--resume") as command:
         assert command.wait() == 0, command.output
-    assert_same_run(tmp_path, whole["two processes"])
+    assert_same_run(tmp_path, uninterrupted.place)
 
 
 def test_sigterm_saves_the_very_step_and_the_shell_goes_no_further(tmp_path: Path, cache: list[str]) -> None:
