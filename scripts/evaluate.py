@@ -47,7 +47,7 @@ def main() -> None:
         raise UsageError(f"--plot {plot_file} is a file among the images of --data.root; name another")
     hardware, notices = start(flags)
 
-    settings = of_other_images({**settings, **flags.data}, class_names, flag_of("data.root", sys.argv))
+    settings = of_other_images({**settings, **flags.data}, class_names, flag_of("data.root", sys.argv), trained=settings)
     trained = load_trained(path)
     trainer = make_trainer(flags, hardware, flags.precision or precision)
     module = Classifier(trained.network, num_classes=len(class_names))

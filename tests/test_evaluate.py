@@ -1,6 +1,7 @@
 """scripts/evaluate.py as a person runs it: the figures of training again, on any number of processes, on other images."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from project.data.synthetic import SyntheticSource
 from project.errors import UsageError
 from project.run.trained import checkpoint_in, load_trained
 from scripts.evaluate import main
-from tests.conftest import NARROW, ROOT, Run, python, run_of, train
+from tests.conftest import NARROW, ROOT, ImageFolder, Run, python, run_of, train
 
 CPU = ["--accelerator", "cpu"]
 
@@ -108,6 +109,30 @@ def test_on_other_images_pixels_are_scaled_as_in_training_and_some_classes_are_e
     assert figures["test_accuracy"] == pytest.approx(right.float().mean().item(), abs=1e-6)
     assert figures["images_by_class"] == {name: 20 if 2 <= label < 7 else 0 for label, name in enumerate(names)}
     assert figures["accuracy_by_class"][names[0]] is None
+
+
+def test_where_training_split_its_test_images_off_only_those_are_scored(image_folder: ImageFolder, tmp_path: Path) -> None:
+    root = image_folder([20, 20], [])
+    for folder in (root / "train").iterdir():
+        folder.rename(root / folder.name)
+    (root / "train").rmdir()
+    flags = ["--data.source", "folder", "--data.root", str(root), "--max_epochs", "1", "--batch_size", "4"]
+    printed = train(tmp_path, *flags, "--data.cache_dir", "cache").stdout
+    assert "folder: 32 training, 4 validation, 4 test images, split off: there is no test/" in printed
+    trained = tmp_path / "logs" / "default" / "version_0"
+    _, figures = evaluated(trained, cwd=tmp_path)
+    assert figures["num_test_images"] == 4
+    assert figures["test_accuracy"] == json.loads((trained / "summary.json").read_text())["test_accuracy"]
+    _, figures = evaluated(trained, "--data.root", os.path.relpath(root, tmp_path), cwd=tmp_path)
+    assert figures["num_test_images"] == 4
+
+    shutil.copytree(root, tmp_path / "copy")  # which may hold what was trained on, or may not
+    _, figures = evaluated(trained, "--data.root", "copy", cwd=tmp_path)
+    assert figures["num_test_images"] == 40
+    assert "has no test/: all its images are taken for test images" in figures["warnings"][0]
+
+    shutil.copy(root / "class0" / "0000.png", root / "class0" / "9999.png")
+    assert "some may be images that it was trained on" in evaluated(trained, cwd=tmp_path)[1]["warnings"][0]
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def test_a_folder_gives_its_images_and_labels(image_folder: ImageFolder) -> None
         (lambda root: root.rename(root.with_suffix(".gone")), "does not exist"),
         (lambda root: [path.unlink() for path in root.glob("train/*/*")], "no images in"),
         (lambda root: (root / "train/class1").rename(root / "elsewhere"), "has 1 class folders"),
-        (lambda root: (root / "test").rename(root / "tests"), "has no folder test/"),
+        (lambda root: (root / "train").rename(root / "Training"), "has no folder train/, but Training/, test/, which"),
         (lambda root: (root / "train/empty").mkdir(), "no images in .*train/empty/"),
         (lambda root: (root / "test/other").mkdir(), "'other', which train/ has not"),
         (lambda root: (root / "train/class0/0000.png").write_bytes(b"not an image"), "0000.png cannot be read"),
@@ -122,6 +122,74 @@ def test_a_folder_that_cannot_work_is_one_line(spoil, says: str, image_folder: I
         ImageDataModule("folder", str(root), cache_dir=str(tmp_path)).prepare_data()
     assert "\n" not in str(error.value)
     assert str(root) in str(error.value)
+
+
+@pytest.fixture
+def flat_folder(image_folder: ImageFolder) -> Path:
+    """A folder for each of two classes, 20 and 5 images."""
+    root = image_folder([20, 5], [])
+    for folder in (root / "train").iterdir():
+        folder.rename(root / folder.name)
+    (root / "train").rmdir()
+    shutil.rmtree(root / "val", ignore_errors=True)
+    return root
+
+
+def names_of(source: FolderSource, split: str) -> list[str]:
+    return [str(path.relative_to(source.root)) for path, _ in source._list(split)]
+
+
+def test_a_folder_for_each_class_is_enough_and_every_image_lies_in_one_split(flat_folder: Path, tmp_path: Path) -> None:
+    source = FolderSource(flat_folder, 32)
+    assert source.class_counts() == {"train": [18, 4], "test": [2, 1]}  # a tenth, an image at least
+    train, test = names_of(source, "train"), names_of(source, "test")
+    assert sorted(train + test) == sorted(str(path.relative_to(flat_folder)) for path in flat_folder.glob("*/*"))
+    data = ImageDataModule("folder", str(flat_folder), batch_size=4, cache_dir=str(tmp_path), val_fraction=0.2)
+    data.prepare_data()
+    data.setup()
+    assert data.num_classes == 2
+    assert [len(data.train_positions), len(data.val_positions), len(data.test_positions)] == [17, 5, 3]
+    assert data.plan() == (f"folder, {flat_folder}/, test images split off", {"train": 17, "val": 5, "test": 3})
+
+
+def test_train_without_test_has_a_part_of_itself_for_testing(flat_folder: Path) -> None:
+    without = names_of(FolderSource(flat_folder, 32), "test")
+    classes = list(flat_folder.iterdir())
+    (flat_folder / "train").mkdir()
+    for folder in classes:
+        folder.rename(flat_folder / "train" / folder.name)
+    source = FolderSource(flat_folder, 32)
+    assert names_of(source, "test") == [f"train/{name}" for name in without]
+    assert names_of(FolderSource(flat_folder, 32, 0.4), "test") != names_of(source, "test")
+
+
+def test_an_image_that_is_added_moves_at_most_one_other(flat_folder: Path) -> None:
+    before = set(names_of(FolderSource(flat_folder, 32), "test"))
+    for number in range(100, 103):
+        shutil.copy(flat_folder / "class0" / "0000.png", flat_folder / "class0" / f"{number}.png")
+        after = set(names_of(FolderSource(flat_folder, 32), "test"))
+        assert len(after - before) <= 1
+        before = after
+
+
+def test_the_test_images_are_the_same_for_every_seed(flat_folder: Path, tmp_path: Path) -> None:
+    digests = set()
+    for seed in (0, 1):
+        data = ImageDataModule("folder", str(flat_folder), batch_size=4, cache_dir=str(tmp_path), seed=seed)
+        data.prepare_data()
+        data.setup()
+        digests.add(data.manifest.digest)
+    assert len(digests) == 1
+
+
+def test_no_share_for_testing_and_no_test_folder_is_refused(flat_folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"--data.test_fraction 0.0: .* has no test/"):
+        ImageDataModule("folder", str(flat_folder), test_fraction=0.0)
+
+
+def test_folders_of_images_are_not_taken_for_a_place_to_put_cifar10(flat_folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"holds class0/, images of your own: add --data.source folder"):
+        ImageDataModule("auto", str(flat_folder))
 
 
 # ---- generated pictures

@@ -21,7 +21,7 @@ from project.data.batches import (
     follow_the_parent,
 )
 from project.data.cache import ImageCache, Manifest
-from project.data.folder import FolderSource
+from project.data.folder import FolderSource, folder_of_images
 from project.data.sources import Cifar10Source, Source
 from project.data.synthetic import SyntheticSource
 from project.errors import UsageError
@@ -33,11 +33,14 @@ class ImageDataModule(LightningDataModule):
     Args:
         source: "cifar10"; "folder", your own images under `root`; "synthetic", generated shapes; or "auto", CIFAR-10
             if it is there or can be fetched, otherwise synthetic, with a warning.
-        root: Folder of the images: holds cifar-10-batches-py, or train/<class>/ and test/<class>/ for "folder".
+        root: Folder of the images: holds cifar-10-batches-py, or for "folder" a folder for each class, or train/<class>/
+            and, where you have them, val/<class>/ and test/<class>/.
         batch_size: Images per training step, over all devices; each of N devices gets 1/N of them.
         image_size: Height and width of the images in pixels; a folder's images are brought to it.
         val_fraction: Share of the training images kept for validation, the same share of every class, unless the
             folder has a val/ of its own; 0 for no validation.
+        test_fraction: For "folder" without a test/ of its own: share of each class kept for testing, by the files' names,
+            the same for every seed.
         shift: Training images are shifted by up to this many pixels each way; 0 for none.
         flip: Whether training images are mirrored left to right, half of them in each epoch.
         alternate_flip: With `flip`, whether each image is mirrored in every other epoch, instead of by a new draw in each.
@@ -63,6 +66,7 @@ class ImageDataModule(LightningDataModule):
         batch_size: int = 64,
         image_size: int = 32,
         val_fraction: float = 0.1,
+        test_fraction: float = 0.1,
         shift: int = 4,
         flip: bool = True,
         alternate_flip: bool = False,
@@ -86,14 +90,16 @@ class ImageDataModule(LightningDataModule):
                 raise UsageError(f"--{name} {value} must be at least {least}")
         if not 0 <= val_fraction < 1:
             raise UsageError(f"--data.val_fraction {val_fraction} must be at least 0 and below 1")
+        if not 0 <= test_fraction < 1:
+            raise UsageError(f"--data.test_fraction {test_fraction} must be at least 0 and below 1")
         if alternate_flip and not flip:
             raise UsageError("--data.alternate_flip true has nothing to do with --data.flip false; leave one of them out")
         if shift >= image_size:
             raise UsageError(f"--data.shift {shift} must be below --data.image_size, which is {image_size}")
         if source in ("auto", "cifar10") and image_size != 32:
             raise UsageError(f"--data.image_size {image_size}: CIFAR-10 images are 32; give --data.source folder")
-        if source in ("auto", "cifar10") and (Path(root) / "train").is_dir():
-            raise UsageError(f"--data.root {root} holds train/, images of your own: add --data.source folder")
+        if source in ("auto", "cifar10") and (found := folder_of_images(Path(root))):
+            raise UsageError(f"--data.root {root} holds {found}/, images of your own: add --data.source folder")
         self.source = source
         self.root = Path(root)
         self.batch_size = batch_size
@@ -108,7 +114,7 @@ class ImageDataModule(LightningDataModule):
         self.cache_dir = Path(cache_dir)
         self.seed = seed
         # A folder is looked at now: a wrong path should be an error before any process starts.
-        self._folder = FolderSource(self.root, image_size, class_names) if source == "folder" else None
+        self._folder = FolderSource(self.root, image_size, test_fraction, class_names) if source == "folder" else None
         self.quiet = False  # whether to say nothing of downloads and decoding
         self._manifest: Manifest | None = None
         self._decided: str | None = None  # the source in use, once this process has prepared it
@@ -130,6 +136,11 @@ class ImageDataModule(LightningDataModule):
     def resolved_source(self) -> str:
         """The source in use, "auto" decided; there once `setup` has run."""
         return self.manifest.source
+
+    @property
+    def test_is_split_off(self) -> bool:
+        """Whether the test images were split off from the training images, as a folder without a test/ has it."""
+        return self._folder is not None and self._folder.test_is_split_off
 
     @property
     def class_names(self) -> list[str]:
@@ -155,7 +166,7 @@ class ImageDataModule(LightningDataModule):
                     train, test = SyntheticSource.sizes.values()
                     what += f"; offline, {train:,} + {test:,} synthetic images instead"
         elif self.source == "folder":
-            what = f"folder, {self.root}/"
+            what = f"folder, {self.root}/" + (", test images split off" if self.test_is_split_off else "")
         counts = self._make_source(name).class_counts()
         num_val = sum(counts["val"]) if "val" in counts else sum(_split_off(n, self.val_fraction) for n in counts["train"])
         num_train = sum(counts["train"]) - (0 if "val" in counts else num_val)
@@ -226,6 +237,12 @@ class ImageDataModule(LightningDataModule):
                 raise UsageError(
                     f"--data.source {self.resolved_source} has the classes {_some(self.class_names)}; the checkpoint knows"
                     f" {_some(state['class_names'])}: give it images of these"
+                )
+            if self.test_is_split_off and state["digest"] != self.manifest.digest:
+                warnings.warn(
+                    f"--data.root {self.root}: the images are not those that the checkpoint was trained with, and its test"
+                    " images are split off from them anew: some may be images that it was trained on",
+                    stacklevel=2,
                 )
             self.mean, self.std = state["mean"], state["std"]
             self._normalization = Normalization(self.mean, self.std)

@@ -1,5 +1,6 @@
 """Images of your own: a folder for each class, files of any size and mode."""
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,17 +12,28 @@ from PIL import Image, ImageOps
 from project.data.sources import Progress, Source, stat_digest
 from project.errors import UsageError
 
+LAYOUT = "<class>/ for each class, or train/<class>/ and, if you have them, val/<class>/ and test/<class>/"
+OTHER_NAMES_OF_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}  # taken for no class
+
 
 class FolderSource(Source):
-    """Your own images: `root/train/<class>/*`, `root/test/<class>/*` and, if there is one, `root/val/<class>/*`.
+    """Your own images: `root/<class>/*`, or `root/train/<class>/*` and, where they are, `root/val` and `root/test`.
+
+    Without `root/test` a share of each class is split off for testing, chosen by the files' names: it is the same on every
+    machine and for every seed, and nearly the same when images are added.
 
     Args:
-        root: The folder that holds `train` and `test`.
+        root: The folder that holds the classes, or `train`.
         image_size: Height and width that the images are brought to, in pixels: scaled to cover the square, then cropped
             at the centre.
+        test_fraction: Share of each class that is split off for testing where there is no `root/test`: an image at least,
+            where there are two.
         class_names: The classes that a trained network knows, in the order of their labels. Then `root/test/<class>/*`
             alone is read, whichever of them are there, and without a `test` folder `root/<class>/*`. None for those of
-            `root/train`.
+            the training images.
+
+    Attributes:
+        test_is_split_off: Whether the test images are a part of the training images' folder.
 
     Raises:
         UsageError: The folder does not exist, holds no images, or fewer than two classes.
@@ -30,38 +42,53 @@ class FolderSource(Source):
     name = "folder"
     root: Path
 
-    def __init__(self, root: Path, image_size: int, class_names: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, root: Path, image_size: int, test_fraction: float = 0.1, class_names: Sequence[str] | None = None
+    ) -> None:
         self.root = root
         self.image_size = image_size
-        self._folders = {split: root / split for split in ("train", "val", "test")}
-        self._required = ["train", "test"] if class_names is None else ["test"]
-        if class_names is not None:
-            self.part = "test"
-            self._folders = {"test": root / "test" if (root / "test").is_dir() else root}
-        layout = " and ".join(f"{split}/<class>/" for split in self._required)
-        if not root.is_dir():
-            raise UsageError(f"--data.root {root} does not exist; it should hold {layout}")
-        for split in self._required:
-            if not self._folders[split].is_dir():
-                raise UsageError(f"--data.root {root} has no folder {split}/; it should hold {layout}")
         self._files: dict[str, list[tuple[Path, int]]] = {}
+        self.test_is_split_off, self._test_fraction = False, test_fraction
+        if not root.is_dir():
+            raise UsageError(f"--data.root {root} does not exist; it should hold {LAYOUT}")
+        has = {split: (root / split).is_dir() for split in ("train", "val", "test")}
         if class_names is not None:
-            self._classes = list(class_names)
+            self.part, self._classes = "test", list(class_names)
+            self._folders = {"test": root / "test" if has["test"] else root}
             return
-        self._classes = sorted(entry.name for entry in os.scandir(root / "train") if _is_visible_folder(entry))
-        for name in self._classes:
+        training = root / "train" if has["train"] else root
+        self._folders = {"train": training, **{split: root / split for split in ("val", "test") if has[split]}}
+        self._classes = self._classes_in(training)
+        if "test" not in self._folders:
+            if not test_fraction:
+                raise UsageError(
+                    f"--data.test_fraction {test_fraction}: {root} has no test/; give a share above 0, or test/"
+                )
+            self.test_is_split_off, self.part = True, f"test {test_fraction}"
+            self._folders["test"] = training
+
+    def _classes_in(self, folder: Path) -> list[str]:
+        """Return the names of a folder's folders, sorted, once it is sure that they are classes."""
+        names = sorted(entry.name for entry in os.scandir(folder) if _is_visible_folder(entry))
+        if splits := [name for name in names if name.lower() in OTHER_NAMES_OF_SPLITS and folder == self.root]:
+            raise UsageError(
+                f"--data.root {self.root} has no folder train/, but {', '.join(f'{name}/' for name in splits)}, which would"
+                f" each be a class; it should hold {LAYOUT}"
+            )
+        for name in names:
             if not name.isprintable():  # as of an archive from a system with another character set
                 raise UsageError(
-                    f"--data.root {self.root}: the class folder {os.fsencode(name)!r} in {root / 'train'} has a name that"
+                    f"--data.root {self.root}: the class folder {os.fsencode(name)!r} in {folder} has a name that"
                     " cannot be printed (not UTF-8, or control characters); rename it"
                 )
-        if len(self._classes) < 2:
+        if len(names) < 2:
             raise UsageError(
-                f"--data.root {root}: {root / 'train'} has {len(self._classes)} class folders; it needs two at least"
+                f"--data.root {self.root}: {folder} has {len(names)} class folders; it needs two at least: {LAYOUT}"
             )
+        return names
 
     def class_names(self) -> list[str]:
-        """Return the names of the folders in `train`, sorted, or those that were given."""
+        """Return the names of the training images' folders, sorted, or those that were given."""
         return self._classes
 
     def fingerprint(self) -> str:
@@ -80,12 +107,15 @@ class FolderSource(Source):
         for split in counts:
             for _, label in self._list(split):
                 counts[split][label] += 1
-        for split in self._required:
-            if not any(counts[split]):
-                raise UsageError(f"--data.root {self.root}: no images in {self._folders[split]}/<class>/")
+        for split in ("train", "test"):
+            if not any(counts.get(split, [1])):
+                few = " to test on; a class needs two at least" if self.test_is_split_off and any(counts["train"]) else ""
+                raise UsageError(f"--data.root {self.root}: no images in {self._folders[split]}/<class>/{few}")
         for count, name in zip(counts.get("train", ()), self._classes, strict=False):
             if not count:
-                raise UsageError(f"--data.root {self.root}: no images in {self.root / 'train' / name}/; remove the folder")
+                raise UsageError(
+                    f"--data.root {self.root}: no images in {self._folders['train'] / name}/; remove the folder"
+                )
         return {split: by_class for split, by_class in counts.items() if any(by_class)}
 
     def read(self, split: str, images: np.ndarray, labels: np.ndarray, progress: Progress) -> None:
@@ -101,21 +131,38 @@ class FolderSource(Source):
                 progress(1)
 
     def _list(self, split: str) -> list[tuple[Path, int]]:
+        if split not in self._files and self.test_is_split_off and split != "val":
+            self._files["train"], self._files["test"] = self._split_off(self._find("train"))
         if split not in self._files:
-            folder = self._folders[split]
-            extra = {e.name for e in os.scandir(folder) if _is_visible_folder(e)} if folder.is_dir() else set()
-            if unknown := sorted(extra - set(self._classes)):
-                known = "train/ has not" if "train" in self._folders else f"is none of {', '.join(self._classes)}"
-                raise UsageError(f"--data.root {self.root}: {folder} has the class {unknown[0]!r}, which {known}")
-            suffixes = tuple(Image.registered_extensions())
-            self._files[split] = [
-                (Path(parent, name), label)
-                for label, class_name in enumerate(self._classes)
-                for parent, names in _walk(folder / class_name, self._above(folder))
-                for name in names
-                if name.lower().endswith(suffixes) and not name.startswith(".")
-            ]
+            self._files[split] = self._find(split)
         return self._files[split]
+
+    def _split_off(self, files: list[tuple[Path, int]]) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
+        """Return the training files and the test files, each in the order of all."""
+        test: set[Path] = set()
+        for label, class_name in enumerate(self._classes):
+            folder = self._folders["train"] / class_name
+            paths = [path for path, of in files if of == label]
+            digests = {path: hashlib.sha256(os.fsencode(path.relative_to(folder))).digest() for path in paths}
+            most = max(0, len(paths) - 1)
+            test.update(sorted(paths, key=digests.__getitem__)[: min(max(1, round(self._test_fraction * len(paths))), most)])
+        return [file for file in files if file[0] not in test], [file for file in files if file[0] in test]
+
+    def _find(self, split: str) -> list[tuple[Path, int]]:
+        """List a split's folder: each image file with its label, in an order that every machine agrees on."""
+        folder = self._folders[split]
+        extra = {e.name for e in os.scandir(folder) if _is_visible_folder(e)} if folder.is_dir() else set()
+        if unknown := sorted(extra - set(self._classes)):
+            known = "train/ has not" if "train" in self._folders else f"is none of {', '.join(self._classes)}"
+            raise UsageError(f"--data.root {self.root}: {folder} has the class {unknown[0]!r}, which {known}")
+        suffixes = tuple(Image.registered_extensions())
+        return [
+            (Path(parent, name), label)
+            for label, class_name in enumerate(self._classes)
+            for parent, names in _walk(folder / class_name, self._above(folder))
+            for name in names
+            if name.lower().endswith(suffixes) and not name.startswith(".")
+        ]
 
     def _above(self, folder: Path) -> frozenset[tuple[int, int]]:
         """Return what is known of the folders from a split's up to the root's: images that a link back finds are others'."""
@@ -140,6 +187,16 @@ def _walk(folder: Path, above: frozenset[tuple[int, int]]) -> Iterator[tuple[Pat
     for entry in entries:
         if entry.is_dir():
             yield from _walk(Path(entry.path), above | {here})
+
+
+def folder_of_images(root: Path) -> str | None:
+    """Return a folder in `root` by which it is to be read as "folder"; None if it does not look so."""
+    if not root.is_dir() or (root / "cifar-10-batches-py").is_dir():
+        return "train" if (root / "train").is_dir() else None
+    suffixes = tuple(Image.registered_extensions())
+    folders = [entry for entry in os.scandir(root) if _is_visible_folder(entry)]
+    classes = [folder.name for folder in folders if any(name.lower().endswith(suffixes) for name in os.listdir(folder))]
+    return "train" if (root / "train").is_dir() else min(classes) if len(classes) > 1 else None
 
 
 def _is_visible_folder(entry: os.DirEntry[str]) -> bool:

@@ -1,5 +1,6 @@
 """What a checkpoint's network makes of the test images: the figures, as text, JSON and a picture."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,16 @@ def data_settings(path: Path) -> tuple[dict[str, Any], list[str], Any]:
     return settings.get("data", {}), list(images["class_names"]), settings.get("trainer", {}).get("precision")
 
 
-def of_other_images(data: dict[str, Any], class_names: list[str], root_flag: list[str]) -> dict[str, Any]:
+def of_other_images(
+    data: dict[str, Any], class_names: list[str], root_flag: list[str], trained: dict[str, Any]
+) -> dict[str, Any]:
     """Return the settings with which a folder that is not laid out for training is read: its test images are enough.
 
     Args:
         data: The `--data.*` settings.
         class_names: That the network knows.
         root_flag: `--data.root` as the command line has it; empty where it has none.
+        trained: The `--data.*` settings of the training.
 
     Raises:
         UsageError: It is given, and would be passed over.
@@ -36,10 +40,20 @@ def of_other_images(data: dict[str, Any], class_names: list[str], root_flag: lis
                 f"--data.root {data['root']}: synthetic images lie in no folder; add --data.source folder, or leave it out"
             )
         return data
-    train = Path(data["root"], "train")
+    root = Path(data["root"])
+    train, test = root / "train", root / "test"
     there = {entry.name for entry in train.iterdir() if entry.is_dir()} if train.is_dir() else set()
-    as_trained = there == set(class_names) and Path(data["root"], "test").is_dir()
-    return data if as_trained else {**data, "class_names": class_names}
+    same_root = trained.get("source") == "folder" and root.resolve() == Path(trained["root"]).resolve()
+    if (there == set(class_names) and test.is_dir()) or (same_root and not test.is_dir()):
+        return data  # in the second case the training images lie there too: only those split off are scored
+    flat = {entry.name for entry in root.iterdir() if entry.is_dir()} if root.is_dir() else set()
+    if not test.is_dir() and trained.get("source") == "folder" and flat == set(class_names):
+        warnings.warn(
+            f"--data.root {root} has no test/: all its images are taken for test images. If the network was trained on some"
+            f" of them, name the folder as the training did: {trained.get('root')}",
+            stacklevel=2,
+        )
+    return {**data, "class_names": class_names}
 
 
 def evaluate(

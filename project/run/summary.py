@@ -47,6 +47,7 @@ def summarise(
         "num_train_images": len(data.train_positions),
         "num_val_images": len(data.val_positions),
         "num_test_images": len(data.test_positions),
+        "test_is_split_off": getattr(data, "test_is_split_off", False),
         "num_test_images_counted": int(figures.get("test/num_images", 0)),
         "accelerator": "cpu" if trainer.strategy.root_device.type == "cpu" else "gpu",
         "strategy": strategy,
@@ -94,7 +95,7 @@ def closing_lines(summary: dict[str, Any], devices: int, run: RunDirectory) -> l
     checkpoint = s["best_checkpoint"] or s["last_checkpoint"]
     lines = [
         f"data      {s['dataset']}: {s['num_train_images']:,} training, {s['num_val_images']:,} validation, "
-        f"{s['num_test_images']:,} test images",
+        f"{s['num_test_images']:,} test images" + (", split off: there is no test/" if s["test_is_split_off"] else ""),
         f"trained   {s['epochs']} epochs, {s['optimizer_steps']:,} steps of {s['global_batch_size']} images on {where}: "
         f"{s['train_seconds']:,.0f} s" + (f", {s['images_per_second']:,.0f} images/s" if s["images_per_second"] else ""),
     ]
