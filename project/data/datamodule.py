@@ -3,8 +3,9 @@
 import socket
 import warnings
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -25,6 +26,9 @@ from project.data.folder import FolderSource, folder_of_images
 from project.data.sources import Cifar10Source, Source
 from project.data.synthetic import SyntheticSource
 from project.errors import UsageError
+from project.own import class_of_this_clone
+
+SOURCES = ("auto", "cifar10", "folder", "synthetic")
 
 
 class ImageDataModule(LightningDataModule):
@@ -32,7 +36,8 @@ class ImageDataModule(LightningDataModule):
 
     Args:
         source: "cifar10"; "folder", your own images under `root`; "synthetic", generated shapes; or "auto", CIFAR-10
-            if it is there or can be fetched, otherwise synthetic, with a warning.
+            if it is there or can be fetched, otherwise synthetic, with a warning. Or a source of your own, by the name of
+            its class: "project.data.npz.NpzSource".
         root: Folder of the images: holds cifar-10-batches-py, or for "folder" a folder for each class, or train/<class>/
             and, where you have them, val/<class>/ and test/<class>/.
         batch_size: Images per training step, over all devices; each of N devices gets 1/N of them.
@@ -61,7 +66,7 @@ class ImageDataModule(LightningDataModule):
 
     def __init__(
         self,
-        source: Literal["auto", "cifar10", "folder", "synthetic"] = "auto",
+        source: str = "auto",
         root: str = "data",
         batch_size: int = 64,
         image_size: int = 32,
@@ -113,8 +118,8 @@ class ImageDataModule(LightningDataModule):
         self.num_workers = num_workers
         self.cache_dir = Path(cache_dir)
         self.seed = seed
-        # A folder is looked at now: a wrong path should be an error before any process starts.
-        self._folder = FolderSource(self.root, image_size, test_fraction, class_names) if source == "folder" else None
+        # It is looked at now: a wrong path should be an error before any process starts.
+        self._own = self._source_of_the_user(test_fraction, class_names)
         self.quiet = False  # whether to say nothing of downloads and decoding
         self._manifest: Manifest | None = None
         self._decided: str | None = None  # the source in use, once this process has prepared it
@@ -124,7 +129,7 @@ class ImageDataModule(LightningDataModule):
     @property
     def num_classes(self) -> int:
         """The number of classes; known before the images are prepared."""
-        return len(self._folder.class_names()) if self._folder else 10
+        return len(self._own.class_names()) if self._own else 10
 
     @property
     def manifest(self) -> Manifest:
@@ -140,7 +145,7 @@ class ImageDataModule(LightningDataModule):
     @property
     def test_is_split_off(self) -> bool:
         """Whether the test images were split off from the training images, as a folder without a test/ has it."""
-        return self._folder is not None and self._folder.test_is_split_off
+        return self._own is not None and self._own.test_is_split_off
 
     @property
     def class_names(self) -> list[str]:
@@ -165,8 +170,9 @@ class ImageDataModule(LightningDataModule):
                 if self.source == "auto":
                     train, test = SyntheticSource.sizes.values()
                     what += f"; offline, {train:,} + {test:,} synthetic images instead"
-        elif self.source == "folder":
-            what = f"folder, {self.root}/" + (", test images split off" if self.test_is_split_off else "")
+        elif self._own:
+            slash = "/" if self.root.is_dir() else ""
+            what = f"{name}, {self.root}{slash}" + (", test images split off" if self.test_is_split_off else "")
         counts = self._make_source(name).class_counts()
         num_val = sum(counts["val"]) if "val" in counts else sum(_split_off(n, self.val_fraction) for n in counts["train"])
         num_train = sum(counts["train"]) - (0 if "val" in counts else num_val)
@@ -349,7 +355,23 @@ class ImageDataModule(LightningDataModule):
     def _make_source(self, name: str) -> Source:
         if name == "cifar10":
             return Cifar10Source(self.root)
-        return self._folder or SyntheticSource(self.image_size)
+        return self._own or SyntheticSource(self.image_size)
+
+    def _source_of_the_user(self, test_fraction: float, class_names: list[str] | None) -> Source | None:
+        """Return the source where it is the user's own images, by folder or by a class of theirs."""
+        if self.source == "folder":
+            return FolderSource(self.root, self.image_size, test_fraction, class_names)
+        if self.source in SOURCES:
+            return None
+        if "." not in self.source:
+            hint = get_close_matches(self.source, SOURCES, n=1)
+            raise UsageError(
+                f"--data.source {self.source} is none of {', '.join(SOURCES)}, nor a class of yours by its module"
+                + (f"; did you mean {hint[0]}?" if hint else ", as project.data.npz.NpzSource")
+            )
+        source: Source = class_of_this_clone("data.source", self.source, Source)(self.root, self.image_size)
+        source.name = self.source
+        return source
 
     def _place(self) -> tuple[int, int]:
         """Return this process's rank and the number of ranks."""

@@ -32,9 +32,6 @@ class FolderSource(Source):
             alone is read, whichever of them are there, and without a `test` folder `root/<class>/*`. None for those of
             the training images.
 
-    Attributes:
-        test_is_split_off: Whether the test images are a part of the training images' folder.
-
     Raises:
         UsageError: The folder does not exist, holds no images, or fewer than two classes.
     """
@@ -48,7 +45,7 @@ class FolderSource(Source):
         self.root = root
         self.image_size = image_size
         self._files: dict[str, list[tuple[Path, int]]] = {}
-        self.test_is_split_off, self._test_fraction = False, test_fraction
+        self._test_fraction = test_fraction
         if not root.is_dir():
             raise UsageError(f"--data.root {root} does not exist; it should hold {LAYOUT}")
         has = {split: (root / split).is_dir() for split in ("train", "val", "test")}

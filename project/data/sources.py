@@ -24,18 +24,23 @@ Progress = Callable[[int], None]  # called with the number of images done since 
 class Source(ABC):
     """A data set that can be decoded into arrays.
 
+    One of your own is a subclass, made as `YourSource(root, image_size)` and named by
+    `--data.source project.data.your_module.YourSource`; the README's "Make it yours" has an example.
+
     Attributes:
         name: What `--data.source` calls it.
         root: The folder it lies in; None where it has none.
         image_size: Height and width of the decoded images, in pixels.
         part: Which part of it is read; empty for all.
         quiet: Whether it says nothing of a download.
+        test_is_split_off: Whether its test images are a part of what would else be training images.
     """
 
     name: str
     root: Path | None = None
     part: str = ""
     quiet = False
+    test_is_split_off = False
     image_size: int
 
     def prepare(self) -> None:  # noqa: B027 (most sources have nothing to fetch)

@@ -15,6 +15,7 @@ from jsonargparse import ArgumentParser
 from torch import nn
 
 from project.errors import UsageError
+from project.own import lies_in_this_clone
 from project.run.storage import read_checkpoint
 
 OF_THE_IMAGES = ("class_names", "image_size", "mean", "std")  # what a data module's state_dict must tell
@@ -153,17 +154,7 @@ def _network_of(path: Path, settings: dict[str, Any], images: dict[str, Any]) ->
 
 def _is_ours(module: str) -> bool:
     """Return whether a module lies in this clone, or where there are nothing but networks."""
-    top, *below = module.split(".")
-    if "__main__" in (top, *below):
-        return False
-    if f"{module}.".startswith(NETWORKS_ONLY):
-        return True
-    root = Path(__file__).resolve().parents[2]
-    found = importlib.util.find_spec(top)  # which does not run it
-    if found is None or found.origin is None:  # a folder without __init__.py, as logs/, where what others gave may lie
-        return False
-    place = Path(found.origin).resolve()
-    return place.is_relative_to(root) and "site-packages" not in place.parts
+    return f"{module}.".startswith(NETWORKS_ONLY) or lies_in_this_clone(module)
 
 
 def _check_arguments(path: Path, value: Any) -> None:
