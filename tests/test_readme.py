@@ -38,7 +38,7 @@ def test_there_are_two_commands_that_install_and_train_and_install_and_test() ->
 
 
 def test_every_flag_it_names_is_a_flag() -> None:
-    table = README.partition("\n## The flags\n")[2].partition("\n## From one device to many machines\n")[0]
+    table = README.partition("\n## The flags\n")[2].partition("\n## Make it yours\n")[0]
     named = set(re.findall(r"--(\w+)", table))
     assert named - {"trainer", "data", "help", "config"} <= {*SHORT_FLAGS, *OWN_FLAGS}
     assert {*SHORT_FLAGS, *OWN_FLAGS} <= named

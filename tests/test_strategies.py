@@ -23,7 +23,7 @@ from tests.conftest import NARROW, ROOT, python, train
 from tests.programs.one_leg import one_leg
 from tests.simulated_devices import simulate
 
-assert project
+assert project.__name__
 QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 CPU: dict[str, Any] = {"accelerator": "cpu", "enable_model_summary": False, **QUIET}
 ONE_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
