@@ -41,7 +41,8 @@ def files() -> dict[str, str]:
 
 
 def commands() -> list[str]:
-    return [line for block in re.findall(r"```\n(.*?)```", SECTION, re.DOTALL) for line in block.splitlines()]
+    blocks = re.findall(r"```(\w*)\n(.*?)```", SECTION, re.DOTALL)
+    return [line for language, block in blocks if not language for line in block.splitlines()]
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def test_make_it_yours_word_for_word(clone: Path) -> None:
     for command in commands():
         printed = run(command, clone).stdout
         if "--csv" in command:
-            rows = list(csv.DictReader((clone / "labels.csv").open()))
+            rows = list(csv.DictReader((clone / "labels.csv").read_text().splitlines()))
             right = [row["label"] == Path(row["file"]).parent.name for row in rows]
             assert len(right) == 120
             assert sum(right) > 100
