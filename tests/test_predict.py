@@ -285,7 +285,7 @@ LABELLED = [
     Kind("wide strip.gif", encoded(Image.new("RGB", (3000, 1), "blue"), "GIF"), OTHER),
     Kind("large.jpg", encoded(OTHER.resize((5000, 4000)), "JPEG", quality=100, subsampling=0), OTHER, 0.05),
     Kind("panorama.png", black_png(16000, 6000, 6000), Image.new("RGB", (32, 32))),  # 96 megapixels
-    *([Kind("photo.avif", encoded(PIXELS, "AVIF", quality=100))] if features.check("avif") else []),
+    *([Kind("photo.avif", encoded(PIXELS, "AVIF", quality=100))] if ".avif" in Image.registered_extensions() else []),
     *([Kind("x.jp2", encoded(PIXELS, "JPEG2000"), PIXELS)] if features.check("jpg_2000") else []),
 ]
 NOT_AN_IMAGE = "not an image, or of a kind that Pillow does not know"

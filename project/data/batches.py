@@ -112,7 +112,7 @@ class GlobalBatchSampler(DistributedSampler[BatchIndex]):
         """Return the number of batches in an epoch."""
         return len(self.positions) // self.global_batch_size
 
-    def __iter__(self) -> Iterator[BatchIndex]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[BatchIndex]:
         """Yield this rank's share of each global batch of the epoch that `set_epoch` named."""
         # step 7: Lightning calls set_epoch with its counter before every epoch; the order follows from it
         order = self.positions[torch.randperm(len(self.positions), generator=generator(self.seed, self.epoch, 0))]
@@ -146,7 +146,7 @@ class EvaluationSampler(DistributedSampler[BatchIndex]):
         """Return the number of batches on each rank."""
         return -(-len(self.positions) // (self.batch_size * self.num_replicas))
 
-    def __iter__(self) -> Iterator[BatchIndex]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[BatchIndex]:
         """Yield this rank's batches."""
         padded = torch.full((len(self) * self.num_replicas * self.batch_size,), BLANK)
         padded[: len(self.positions)] = self.positions

@@ -52,7 +52,7 @@ class ImageFiles(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Find the files, on rank 0: other processes may see others, if some come or go meanwhile."""
         assert self.trainer is not None
-        found = find_files(self.given) if self.trainer.is_global_zero else None
+        found = find_files(self.given) if self.trainer.is_global_zero else ([], [])
         self.files, self.hidden = self.trainer.strategy.broadcast(found)
         # Oddities of files that can be read all the same, without their names; in threads no warning can be caught.
         warnings.filterwarnings("ignore", module="PIL")

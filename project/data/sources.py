@@ -94,8 +94,8 @@ class Cifar10Source(Source):
 
         self.dataset_class = CIFAR10
         self.root = root
-        self.folder = root / CIFAR10.base_folder
-        self.archive = root / CIFAR10.filename
+        self.folder: Path = root / CIFAR10.base_folder
+        self.archive: Path = root / CIFAR10.filename
 
     def is_there(self) -> bool:
         """Return whether the extracted data set lies under `root`."""

@@ -121,7 +121,7 @@ class Classifier(LightningModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images, float (B, 3, H, W), to logits (B, num_classes)."""
-        logits = self.network(images.to(self.dtype, memory_format=torch.channels_last))
+        logits: Tensor = self.network(images.to(self.dtype, memory_format=torch.channels_last))
         if logits.shape != (len(images), self.num_classes):
             name, shape = type(self.network).__name__, list(logits.shape)
             wanted = [len(images), self.num_classes]
@@ -323,6 +323,7 @@ class Classifier(LightningModule):
             figures = self.last_point = {"train/loss": loss / images, "train/accuracy": correct / images}
             self._write({**figures, "learning_rate": self._learning_rate}, self.trainer.global_step - 1)
         if is_end_of_epoch(self.trainer):  # for the callbacks, the means of the epoch
+            assert self._epoch is not None
             loss, correct, images = self._epoch.tolist()
             self.log_dict({"train/loss": loss / images, "train/accuracy": correct / images}, logger=False)
 
@@ -344,13 +345,15 @@ class Classifier(LightningModule):
         """Write the test figures, summed over all ranks, and each class's accuracy."""
         self._finish_evaluation("test")
         accuracies = self.findings["test"].accuracy_by_class
-        names = getattr(self.trainer.datamodule, "class_names", None) or range(len(accuracies))
+        data = getattr(self.trainer, "datamodule", None)
+        names = getattr(data, "class_names", None) or range(len(accuracies))
         by_class = {f"test_accuracy_by_class/{name}": a for name, a in zip(names, accuracies, strict=True) if a is not None}
         self._write(by_class, self.trainer.global_step)
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return each class's probability, float32 (B, num_classes)."""
-        return self(batch[0]).float().softmax(dim=1)
+        logits: Tensor = self(batch[0])
+        return logits.float().softmax(dim=1)
 
     def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch
@@ -413,6 +416,6 @@ def is_end_of_epoch(trainer: Trainer) -> bool:
 
 def is_writing_step(trainer: Trainer, batch_idx: int) -> bool:
     """Return, in `on_train_batch_end`, whether it is time for a point: as `log_every_n_steps` says, and each epoch's end."""
-    every = trainer.log_every_n_steps  # optimizer steps; 0 for never
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined] # optimizer steps; 0 for never
     stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
     return (every > 0 and stepped and trainer.global_step % every == 0) or is_end_of_epoch(trainer)

@@ -1,6 +1,7 @@
 """What an evaluation finds out, every image counted once on any number of processes."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +102,7 @@ class Evaluation(nn.Module):
 
     def __init__(self, num_classes: int, num_mistakes: int = 16) -> None:
         super().__init__()
-        settings = {"ignore_index": IGNORE_INDEX, "validate_args": False}
+        settings: dict[str, Any] = {"ignore_index": IGNORE_INDEX, "validate_args": False}
         self.figures = nn.ModuleDict(
             {
                 "loss": MeanMetric(nan_strategy=float("nan")),  # a loss that is not a number stays one
@@ -113,13 +114,18 @@ class Evaluation(nn.Module):
         self.confusion = MulticlassConfusionMatrix(num_classes, **settings) if num_classes <= MOST_CLASSES else None
         self.mistakes = WorstMistakes(num_mistakes)
 
+    def _metric(self, name: str) -> Metric:
+        metric = self.figures[name]
+        assert isinstance(metric, Metric)
+        return metric
+
     def update(self, images: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Count a batch: float (B, 3, H, W), float32 (B, K), int64 (B,)."""
         count = (labels != IGNORE_INDEX).sum()
         loss = functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-        self.figures["loss"].update(loss / count.clamp(min=1), weight=count)
-        self.figures["accuracy"].update(logits, labels)
-        self.figures["num_images"].update(count)
+        self._metric("loss").update(loss / count.clamp(min=1), weight=count)
+        self._metric("accuracy").update(logits, labels)
+        self._metric("num_images").update(count)
         self.by_class.update(logits, labels)
         if self.confusion is not None:
             self.confusion.update(logits, labels)

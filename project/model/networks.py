@@ -70,7 +70,8 @@ class ConvNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images, float (B, 3, H, W), to logits (B, num_classes)."""
-        return self.head(self.dropout(self.features(images)))
+        logits: Tensor = self.head(self.dropout(self.features(images)))
+        return logits
 
 
 def _initialise(module: nn.Module) -> None:

@@ -63,7 +63,7 @@ class Muon(Optimizer):
         super().__init__([group for group in groups if group["params"]], defaults)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; return what the closure, which computes the gradients, returns."""
         loss = None
         if closure is not None:
@@ -97,7 +97,7 @@ def orthogonalised(matrix: Tensor, iterations: int) -> Tensor:
         iterations: Three bring most singular values into 0.5 to 1.5.
     """
     a, b, c = COEFFICIENTS
-    x = matrix.bfloat16()
+    x: Tensor = matrix.bfloat16()
     x = x / (x.norm() + 1e-7)  # the largest singular value is then at most 1
     if transposed := len(x) > x.shape[1]:
         x = x.T

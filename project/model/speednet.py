@@ -47,6 +47,7 @@ class SpeedNet(nn.Module):
         # Its bias stays at its random initial value: training it costs the gradient of the largest images, and a parameter
         # that is trained for a part of the run only would need a part of its own in ddp.
         self.whiten = nn.Conv2d(3, 24, kernel_size=2).requires_grad_(False)
+        self.whitened: Tensor
         self.register_buffer("whitened", torch.tensor(0))  # 1 once it is; weights that are loaded bring it along
         self.groups = nn.Sequential(*(_Group(*ends) for ends in zip((24, *widths), widths, strict=False)))
         self.pool = nn.AdaptiveMaxPool2d(1)
@@ -93,8 +94,9 @@ class SpeedNet(nn.Module):
 
     def _logits(self, images: Tensor) -> Tensor:
         images = images.contiguous(memory_format=torch.channels_last)
-        features = self.pool(self.groups(functional.gelu(self.whiten(images)))).flatten(1)
-        return self.head(features) / features.shape[1]
+        features: Tensor = self.pool(self.groups(functional.gelu(self.whiten(images)))).flatten(1)
+        logits: Tensor = self.head(features) / features.shape[1]
+        return logits
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ def send_picture(loggers: Sequence[Logger], tag: str, picture: np.ndarray, step:
     """Send a picture, uint8 (H, W, 3), to every logger that takes some."""
     for logger in _picture_loggers(loggers):
         if isinstance(logger, TensorBoardLogger):
-            if rank_zero_only.rank == 0:  # as add_image does, which takes longer to compress it
+            if rank_zero_only.rank == 0:  # type: ignore[attr-defined] # as add_image does, which takes longer to compress it
                 height, width, channels = picture.shape
                 png = as_png(picture)
                 image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=png)

@@ -63,7 +63,7 @@ class RunCheckpoints(Checkpoint):
         self._settle(trainer)
         self._last_saved = trainer.global_step if self.in_place else 0
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self._metrics.items()})
-        early = [callback for callback in trainer.callbacks if isinstance(callback, EarlyStopping)]
+        early = [callback for callback in trainer.callbacks if isinstance(callback, EarlyStopping)]  # type: ignore[attr-defined]
         trainer.should_stop = trainer.should_stop or any(callback.stopped_epoch > 0 for callback in early)  # as restored
         stop_signal.begin_training()
 
@@ -129,7 +129,7 @@ class RunCheckpoints(Checkpoint):
         self._settle(trainer)
 
     def _save(self, trainer: Trainer, place: str, name: str = "last") -> None:
-        if trainer.fast_dev_run or self.dirpath is None or (trainer.global_step == 0 and name == "last"):
+        if trainer.fast_dev_run or self.dirpath is None or (trainer.global_step == 0 and name == "last"):  # type: ignore[attr-defined]
             return
         for logger in trainer.loggers:
             logger.save()  # whatever was logged before a checkpoint is on disk before it
@@ -268,5 +268,6 @@ class SaveWeights(Callback):
         kept_in = getattr(trainer.checkpoint_callback, "dirpath", None)
         run = Path(kept_in).parent if kept_in else Path(trainer.log_dir or trainer.default_root_dir)  # log_dir: all ranks
         if trainer.is_global_zero:
+            network: torch.nn.Module = pl_module.network  # type: ignore[assignment]
             path = run / "weights" / f"epoch_{trainer.current_epoch}.pth"
-            write_durably(path, lambda file: torch.save(pl_module.network.state_dict(), file))
+            write_durably(path, lambda file: torch.save(network.state_dict(), file))

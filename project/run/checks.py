@@ -124,7 +124,8 @@ def check_accelerator(accelerator: str) -> tuple[str, str]:
 
 
 def _kind(name: str) -> type[Accelerator]:
-    return AcceleratorRegistry[name]["accelerator"]  # the class: to make a TPU's object takes its library
+    kind: type[Accelerator] = AcceleratorRegistry[name]["accelerator"]  # to make a TPU's object takes its library
+    return kind
 
 
 def _no_gpu() -> str:

@@ -281,7 +281,7 @@ class TrainCLI(LightningCLI):
         found = self.continuation
         for text in found.damaged:
             warnings.warn(text, stacklevel=2)
-        if rank_zero_only.rank:
+        if rank_zero_only.rank:  # type: ignore[attr-defined]
             return
         if found.checkpoint is not None:
             print(f"resume: from step {found.step}, {found.checkpoint}", flush=True)
@@ -320,7 +320,7 @@ class TrainCLI(LightningCLI):
     def explain(self) -> None:
         """Print the plan, on rank 0, and the shapes of one forward pass, where this machine can make it."""
         assert self.hardware is not None
-        first = rank_zero_only.rank == 0
+        first = rank_zero_only.rank == 0  # type: ignore[attr-defined]
         if first:
             run, found = self.run_directory, self.continuation
             resumes = f"from step {found.step}, {found.checkpoint}" if found.checkpoint else ""

@@ -49,6 +49,6 @@ class Notices:
         line: str | None = None,
     ) -> None:
         text = " ".join(str(message).split())
-        if rank_zero_only.rank == 0 and text not in self.messages:
+        if rank_zero_only.rank == 0 and text not in self.messages:  # type: ignore[attr-defined]
             self.messages.append(text)
             print(f"warning: {text}", file=sys.stderr, flush=True)

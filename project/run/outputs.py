@@ -53,7 +53,7 @@ class RunDirectory:
     def path(self) -> Path:
         """The run directory; other ranks know it once `share` has run."""
         if self._path is None:
-            if rank_zero_only.rank != 0:
+            if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
                 return self.continued or self.log_dir / self.name
             self._path = self._make() if self.continued is None else self._take_up(self.continued)
         return self._path
@@ -210,7 +210,7 @@ class SaveConfig(SaveConfigCallback):
         continuation: Continuation = NEW_RUN,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs, save_to_log_dir=False)
+        super().__init__(*args, **{**kwargs, "save_to_log_dir": False})
         self.run = run
         self.notices = notices
         self.continuation = continuation
@@ -253,7 +253,8 @@ class SaveConfig(SaveConfigCallback):
         config.resume = config.explain = config.quiet = False  # they are this command's, not the run's
         if "source" in config.data:
             config.data.source = trainer.datamodule.resolved_source  # type: ignore[attr-defined]
-        return self.parser.dump(config, skip_unset=False)
+        text: str = self.parser.dump(config, skip_unset=False)
+        return text
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Once a continued run is sure to go on, bring its files to where it goes on from."""

@@ -252,7 +252,8 @@ class ShowShapes(Callback):
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen to the network; DataParallel's copies call the same hook."""
         self.rank = trainer.global_rank
-        pl_module.network.register_forward_hook(self.see)
+        network: torch.nn.Module = pl_module.network  # type: ignore[assignment]
+        network.register_forward_hook(self.see)
 
     def see(self, network: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         """Note the shapes of one replica's part."""

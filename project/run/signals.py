@@ -169,7 +169,8 @@ class StopSignal:
             if time.monotonic() > end:
                 raise UsageError(f"rank 0 has not answered within --timeout, {seconds:g} s; look at its output")
             time.sleep(0.05)
-        return store.get(name).decode()[1:]
+        answer: bytes = store.get(name)
+        return answer.decode()[1:]
 
     # ---- the thread
 

@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -134,7 +134,7 @@ def write_durably(path: Path, write: Callable[[Any], None], previous: Path | Non
 class _Watched:
     """A file that remembers why it could not be written."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self.file = file
         self.error: OSError | None = None
 
@@ -193,7 +193,7 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu", mma
     try:
         with warnings.catch_warnings():  # about kinds of pickle, none of which is ours
             warnings.simplefilter("ignore")
-            checkpoint = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+            checkpoint: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         what = re.search(r"(?:GLOBAL|class|function) ([\w.]+)", str(error))
         with open(path, "rb") as file:

@@ -101,7 +101,7 @@ def load_trained(path: Path) -> Trained:
     weights = {key.removeprefix(prefix): value for key, value in checkpoint["state_dict"].items() if key.startswith(prefix)}
     network = _build(path, name, arguments)
     floating = next((value.dtype for value in weights.values() if value.is_floating_point()), torch.float32)
-    network.to(floating, memory_format=torch.channels_last)  # as it was trained; its arithmetic depends on both
+    network.to(floating).to(memory_format=torch.channels_last)  # as it was trained; its arithmetic depends on both
     try:
         network.load_state_dict(weights)
     except RuntimeError as error:
@@ -183,7 +183,8 @@ def _build(path: Path, name: str, arguments: dict[str, Any]) -> nn.Module:
         settings = parser.parse_object({"network": {"class_path": name, "init_args": arguments}})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # between versions of jsonargparse
-            return parser.instantiate_classes(settings).network
+            network: nn.Module = parser.instantiate_classes(settings).network
+            return network
     except UsageError:
         raise
     except Exception as error:  # whatever a constructor of the user's raises
