@@ -5,12 +5,15 @@ import re
 import shlex
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch.distributed.run import get_args_parser as torchrun_parser
 
+from project.model.networks import ConvNet
 from project.run.flags import OWN_FLAGS, SHORT_FLAGS
 from tests.conftest import ROOT, python
 
@@ -20,7 +23,9 @@ README = (ROOT / "README.md").read_text()
 def blocks(language: str, heading: str = "") -> list[str]:
     """The blocks of a language, in the whole text or below one heading."""
     section = README.partition(f"\n## {heading}\n")[2].partition("\n## ")[0] if heading else README
-    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+    return [
+        block for name, block in re.findall(r"^```(\w*)\n(.*?)^```$", section, re.DOTALL | re.MULTILINE) if name == language
+    ]
 
 
 @pytest.fixture
@@ -56,6 +61,85 @@ def test_its_links_to_its_own_sections_lead_somewhere() -> None:
     titles = re.findall(r"^#+ (.+)$", README, re.MULTILINE)
     sections = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
     assert set(re.findall(r"\]\(#([\w-]+)\)", README)) <= sections
+
+
+CHINESE = (ROOT / "README.zh-CN.md").read_text()
+
+
+def prose(text: str) -> str:
+    """A README without its blocks and its line to the other language."""
+    return re.sub(
+        r"^\[\S+\]\(README\S*\)$", "", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), flags=re.MULTILINE
+    )
+
+
+def spans(text: str) -> Counter[str]:
+    return Counter(" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(text)))
+
+
+def figures(text: str) -> Counter[str]:
+    return Counter(re.findall(r"\d+(?:,\d{3})*(?:\.\d+)*", re.sub(r"`[^`]+`", "", prose(text))))
+
+
+@pytest.mark.parametrize(
+    "part", [spans, figures, lambda text: Counter(re.findall(r"^```.*?^```$", text, re.MULTILINE | re.DOTALL))]
+)
+def test_both_languages_have_the_same_commands_names_and_figures(part) -> None:  # type: ignore[no-untyped-def]
+    english, chinese = part(README), part(CHINESE)
+    assert len(english) > 10
+    assert english == chinese, (english - chinese, chinese - english)
+
+
+def test_both_languages_have_the_same_sections_rows_and_pictures() -> None:
+    for pattern in (r"^#+ ", r"^\|", r"^- ", r"^!\[", r"^<!-- .* -->$"):
+        assert len(re.findall(pattern, prose(README), re.MULTILINE)) == len(
+            re.findall(pattern, prose(CHINESE), re.MULTILINE)
+        ), pattern
+
+
+def commands() -> list[list[str]]:
+    """Every command that runs one of the scripts, in blocks, tables and text."""
+    found = "\n".join([*blocks(""), *blocks("bash"), *re.findall(r"`([^`]+)`", prose(README))]).replace("\\\n", " ")
+    lines = (line.partition("python scripts/") for line in found.splitlines())
+    return sorted({tuple(shlex.split(f"scripts/{rest.partition(' && ')[0]}")) for _, python, rest in lines if python})
+
+
+@pytest.mark.parametrize("script", sorted({command[0] for command in commands()}))
+def test_every_flag_of_every_command_is_one_that_the_script_has(script: str, tmp_path: Path) -> None:
+    known = python(ROOT / script, "--help", cwd=tmp_path)
+    assert known.returncode == 0, known.stderr
+    for command in (command[1:] for command in commands() if command[0] == script):
+        own = command[: command.index("--")] if "--" in command else command
+        for flag in (word.partition("=")[0] for word in own if word.startswith("--")):
+            if not flag.startswith("--model.network."):  # the network's own
+                assert re.search(rf"{re.escape(flag)}\b", known.stdout), (flag, command)
+
+
+def table(heading: str, first: str) -> list[list[str]]:
+    """The rows of the table below a heading whose first cells begin so."""
+    section = README.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return [
+        [cell.strip() for cell in row.strip("|").split("|")] for row in section.splitlines() if row.startswith(f"| {first}")
+    ]
+
+
+def test_the_means_of_three_seeds_are_the_means_of_their_rows() -> None:
+    rows = [[float(re.sub(r"[ s,]", "", cell)) for cell in row[1:]] for row in table("Measured", "CIFAR-10, seed")]
+    rows += [[float(re.sub(r"[ s,]", "", cell)) for cell in row[1:]] for row in table("Measured", "seed")[:3]]
+    means = [[float(re.sub(r"[ s,]", "", cell)) for cell in row[1:]] for row in table("Measured", "mean of the three")]
+    for three, mean in ((rows[:3], means[0]), (rows[3:], means[1])):
+        for column, value in enumerate(mean):
+            unit = 0.00005 if value < 1 else 0.5
+            assert sum(row[column] for row in three) / 3 == pytest.approx(value, abs=unit * 1.01)
+
+
+def test_the_sizes_of_networks_and_gradients_are_those_of_the_networks() -> None:
+    default = sum(weight.numel() for weight in ConvNet().parameters())
+    settings = yaml.safe_load((ROOT / "configs" / "documents.yaml").read_text())["model"]["network"]["init_args"]
+    with torch.device("meta"):
+        articles = sum(weight.numel() for weight in ConvNet(**settings).parameters())
+    assert f"{4 * default:,} bytes for the default network, {4 * articles:,} for the articles'" in " ".join(README.split())
+    assert README.count(f"{articles:,}") == 2
 
 
 @pytest.mark.slow

@@ -171,7 +171,8 @@ def base_of(config: str, given: Sequence[str]) -> str:
         for parent in parents:
             part = part.get(parent) or {}
         part.pop(last, None)
-    return yaml.safe_dump(settings, sort_keys=False)
+    text: str = yaml.safe_dump(settings, sort_keys=False)
+    return text
 
 
 def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
