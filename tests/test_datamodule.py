@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from project.data.datamodule import ImageDataModule, split_by_class
+from project.data.datamodule import ImageDataModule
+from project.data.split import split_by_class
 from project.errors import UsageError
 from tests.conftest import ImageFolder
 

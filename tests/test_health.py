@@ -19,7 +19,8 @@ except ModuleNotFoundError:  # Python 3.10, where pytest itself needs tomli
     import tomli as tomllib
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-(PROJECT,) = (table for table in PYPROJECT.values() if "requires-python" in table)  # its name is left alone by scripts/rename.py
+# Its key is looked for, not named: scripts/rename.py would rename it.
+(PROJECT,) = (table for table in PYPROJECT.values() if "requires-python" in table)
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
 HOOKS = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
 PAGES = sorted(page for pattern in ("*.md", "docs/**/*.md", "[!.]*/README.md") for page in ROOT.glob(pattern))

@@ -2,7 +2,6 @@
 
 import socket
 import warnings
-from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from project.data.augment import Augmentation, generator
+from project.data.augment import Augmentation
 from project.data.batches import (
     BatchIndex,
     BatchLoader,
@@ -23,7 +22,9 @@ from project.data.batches import (
 )
 from project.data.cache import ImageCache, Manifest
 from project.data.folder import FolderSource, folder_of_images
+from project.data.normalize import Normalization
 from project.data.sources import Cifar10Source, Source
+from project.data.split import num_split_off, split_by_class
 from project.data.synthetic import SyntheticSource
 from project.errors import UsageError
 from project.own import class_of_this_clone
@@ -174,7 +175,8 @@ class ImageDataModule(LightningDataModule):
             slash = "/" if self.root.is_dir() else ""
             what = f"{name}, {self.root}{slash}" + (", test images split off" if self.test_is_split_off else "")
         counts = self._make_source(name).class_counts()
-        num_val = sum(counts["val"]) if "val" in counts else sum(_split_off(n, self.val_fraction) for n in counts["train"])
+        split_off = (num_split_off(count, self.val_fraction) for count in counts["train"])
+        num_val = sum(counts.get("val", split_off))
         num_train = sum(counts["train"]) - (0 if "val" in counts else num_val)
         self._check_batch_size(num_train)
         return what, {"train": num_train, "val": num_val, "test": sum(counts["test"])}
@@ -398,63 +400,9 @@ class ImageDataModule(LightningDataModule):
         )
 
 
-class Normalization:
-    """Turns pixels, uint8 (B, 3, H, W), into a network's input, float32 (B, 3, H, W), channels last in memory.
-
-    Args:
-        mean: Of red, green and blue, in 0..1; pixels / 255 have it subtracted.
-        std: The same, and are divided by it.
-    """
-
-    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        self.mean, self.std = mean, std
-        self._offset = self._scale = torch.empty(0)  # of a row of pixels, once the first has been seen
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Normalise a batch, on its device."""
-        batch, channels, height, width = images.shape
-        if self._scale.device != images.device or len(self._scale) != width * channels:
-            self._offset, self._scale = (
-                255 * torch.tensor(figures, dtype=torch.float32, device=images.device).repeat(width)
-                for figures in (self.mean, self.std)
-            )
-        pixels = torch.empty(batch, height, width, channels, dtype=torch.float32, device=images.device)
-        scaled = pixels.permute(0, 3, 1, 2)
-        for channel in range(channels):  # on a CPU torch copies all at once, or subtracts three numbers, ten times as slowly
-            scaled[:, channel] = images[:, channel]
-        pixels.view(-1, width * channels).sub_(self._offset).div_(self._scale)
-        return scaled
-
-
-def split_by_class(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Split off the same share of every class at random.
-
-    Args:
-        labels: int64 (n,).
-        fraction: Share of each class for the second part, rounded to whole images; one at least stays in the first.
-        seed: Another seed, another split; the same on every process.
-
-    Returns:
-        The positions of the two parts, int64, ascending and disjoint.
-    """
-    kept, split_off = [], []
-    for label in labels.unique():
-        members = (labels == label).nonzero().flatten()
-        members = members[torch.randperm(len(members), generator=generator(seed, int(label), 2))]
-        count = _split_off(len(members), fraction)
-        split_off.append(members[:count])
-        kept.append(members[count:])
-    return torch.cat(kept).sort().values, torch.cat(split_off).sort().values
-
-
 def _some(names: list[str]) -> str:
     """Return the first names, and how many there are."""
     return ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")
-
-
-def _split_off(count: int, fraction: float) -> int:
-    """Return how many of a class's images are split off."""
-    return min(round(fraction * count), count - 1)
 
 
 def uneven_batch(batch_size: int, world_size: int) -> str:

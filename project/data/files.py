@@ -16,8 +16,8 @@ from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from project.data.batches import BLANK, EvaluationSampler
-from project.data.datamodule import Normalization
 from project.data.folder import read_image
+from project.data.normalize import Normalization
 from project.errors import UsageError
 
 BATCHES_AHEAD = 2  # that are decoded while the network computes
