@@ -19,7 +19,7 @@ except ModuleNotFoundError:  # Python 3.10, where pytest itself needs tomli
     import tomli as tomllib
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-# Its key is looked for, not named: scripts/rename.py would rename it.
+# Found by what is in it: scripts/rename.py would give the table the new name too, were it named here.
 (PROJECT,) = (table for table in PYPROJECT.values() if "requires-python" in table)
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
 HOOKS = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
@@ -163,3 +163,11 @@ def test_the_links_of_a_page_to_files_lead_somewhere(page: Path) -> None:
         target = page.parent / file
         assert target.exists(), file
         assert not section or section in sections(target), f"{file}#{section}"
+
+
+def test_the_tests_that_contributing_names_are_there() -> None:
+    tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    names = re.findall(r"`(test_\w+)(\.py)?`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert names
+    for name, suffix in names:
+        assert f"{name}{suffix}" in tests if suffix else f"\ndef {name}(" in "".join(tests.values())
