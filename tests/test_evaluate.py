@@ -111,6 +111,7 @@ def test_on_other_images_pixels_are_scaled_as_in_training_and_some_classes_are_e
     assert figures["accuracy_by_class"][names[0]] is None
 
 
+@pytest.mark.slow
 def test_where_training_split_its_test_images_off_only_those_are_scored(image_folder: ImageFolder, tmp_path: Path) -> None:
     root = image_folder([20, 20], [])
     for folder in (root / "train").iterdir():

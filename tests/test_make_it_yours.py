@@ -1,9 +1,11 @@
 """The README's "Make it yours", done word for word in a copy of the repository."""
 
 import csv
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +20,10 @@ NOT_COPIED = (".git", ".venv", "data", "*.egg-info", "__pycache__", ".*_cache")
 
 def run(command: str, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Run a line as a shell does; fails the test, with the output, when it does not end with 0."""
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # as in an environment that is activated
+    env = clean_environment(PATH=tools)
     result = subprocess.run(
-        command, shell=True, cwd=cwd, env=clean_environment(), capture_output=True, text=True, timeout=timeout, check=False
+        command, shell=True, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False
     )
     assert result.returncode == 0, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
     return result

@@ -104,6 +104,7 @@ def commands() -> list[list[str]]:
     return sorted({tuple(shlex.split(f"scripts/{rest.partition(' && ')[0]}")) for _, python, rest in lines if python})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", sorted({command[0] for command in commands()}))
 def test_every_flag_of_every_command_is_one_that_the_script_has(script: str, tmp_path: Path) -> None:
     known = python(ROOT / script, "--help", cwd=tmp_path)

@@ -44,6 +44,7 @@ def last(place: Path, seed: int) -> dict[str, Any]:
     return torch.load(run_of(place, seed) / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
 
 
+@pytest.mark.slow
 def test_three_seeds_give_the_mean_and_the_deviation_of_three_runs_once(tmp_path: Path) -> None:
     result = repeat(tmp_path, "--seeds", 3, "--", *SHORT)
     assert result.returncode == 0, result.stderr
@@ -58,6 +59,7 @@ def test_three_seeds_give_the_mean_and_the_deviation_of_three_runs_once(tmp_path
     *_, mean, deviation, saved = result.stdout.splitlines()
     assert mean.split()[:2] == ["mean", f"{results['mean']['test_accuracy']:.4f}"]
     assert deviation.split()[:2] == ["deviation", f"{results['standard_deviation']['test_accuracy']:.4f}"]
+    assert mean.split()[2] == f"{results['mean']['test_loss']:.4f}"
     assert deviation.endswith("(n = 3)")
     assert saved == "saved  logs/default-seeds.json"
 
@@ -69,15 +71,14 @@ def test_three_seeds_give_the_mean_and_the_deviation_of_three_runs_once(tmp_path
 
     other = repeat(tmp_path, "--seeds", 3, "--", *SHORT, "--lr", "0.2")
     assert other.returncode == 2
-    assert "its seeds were trained with the same, not --lr 0.2" in other.stderr
+    assert "its seeds were trained without --lr 0.2" in other.stderr
     assert other.stderr.count("\n") == 1
     assert [identity(tmp_path, seed) for seed in range(3)] == before
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc, as Linux has it")
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_killed_in_its_second_seed_it_repeats_nothing_that_was_done(how: signal.Signals, tmp_path: Path) -> None:
+def test_killed_in_its_second_seed_it_repeats_nothing_that_was_done(tmp_path: Path) -> None:
     flags = [*FLAGS, "--max_epochs", "12", "--data.cache_dir", str(tmp_path / "cache"), "--checkpoint_every", "5"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
@@ -87,8 +88,8 @@ def test_killed_in_its_second_seed_it_repeats_nothing_that_was_done(how: signal.
     with Command(killed, program=arguments) as command:
         second = run_of(killed, 1) / "checkpoints" / "last.ckpt"
         wait_for(lambda: second.exists() and torch.load(second, weights_only=True)["global_step"] > 100, 120)
-        os.kill(command.pid, how)
-        assert command.wait(60) == 128 + how  # and no process is left
+        os.kill(command.pid, signal.SIGKILL)
+        assert command.wait(60) == 137  # and no process is left
     done = identity(killed, 0)
     steps = torch.load(second, weights_only=True)["global_step"]
     assert 100 < steps < 12 * 84
@@ -116,6 +117,7 @@ def test_two_at_once_are_the_same_two_runs(tmp_path: Path) -> None:
         assert re.search(r"^tested +accuracy", text, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_a_mistake_in_the_flags_of_train_ends_all_with_its_line(at_once: int, tmp_path: Path) -> None:
     start = time.monotonic()

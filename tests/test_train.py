@@ -22,6 +22,7 @@ SUMMARY_KEYS = [
     "num_train_images",
     "num_val_images",
     "num_test_images",
+    "test_is_split_off",
     "num_test_images_counted",
     "accelerator",
     "strategy",

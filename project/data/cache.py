@@ -169,6 +169,9 @@ def _progress(what: str, total: int, quiet: bool) -> Iterator[Progress]:
     console = Console(stderr=True)
     if not (console.is_terminal or quiet):
         print(f"{what}: {total:,}, once per machine", file=sys.stderr, flush=True)
-    with Bar(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+    if quiet or not console.is_terminal:  # a bar that is disabled may print an empty line all the same
+        yield lambda done: None
+        return
+    with Bar(console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)

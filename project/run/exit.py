@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import NoReturn
 
 from project.errors import RunError, UsageError
@@ -20,6 +21,18 @@ LOST = "error: the other ranks do not answer"  # how that line begins
 LAUNCHED_BY_US = "PROJECT_LAUNCHER"  # in the environment of a rank that project.run.launch has started
 
 
+QUIET_GLOO = (2, 14)  # the first torch seen whose gloo prints nothing; that of 2.10 does
+
+
+def _take_stdout_from_libraries() -> None:
+    """Let Python alone write to the standard output: gloo's "[Gloo] Rank 0 is connected ..." goes nowhere."""
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+
+
 @contextmanager
 def exit_codes() -> Iterator[None]:
     """End the process with the right code and words, whatever happens inside.
@@ -28,6 +41,8 @@ def exit_codes() -> Iterator[None]:
     can say which rank failed first. Under our own launcher that is all it says; otherwise it prints it too.
     """
     stop_signal.install()
+    if "LOCAL_RANK" in os.environ and tuple(map(int, version("torch").split(".")[:2])) < QUIET_GLOO:
+        _take_stdout_from_libraries()
     if "LOCAL_RANK" in os.environ:  # python -m torch.distributed.launch says it a second time, as an argument
         sys.argv[:] = [arg for arg in sys.argv if not re.fullmatch(r"--local[-_]rank=\d+", arg)]
     if "--quiet" in sys.argv or not sys.stderr.isatty():

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import os
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -105,7 +106,11 @@ def export(trained: Trained, to: str, path: Path) -> list[str]:
         RunError: What was loaded again gives other probabilities than the checkpoint.
     """
     about = json.dumps(describe(trained, to), indent=1, default=str)
-    data, loaded_again = FORMATS[to][1](trained, about)
+    with warnings.catch_warnings():  # between torch and what it exports with; what counts is compared below
+        for category in (DeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", category)
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch 2.10's own, when it loads
+        data, loaded_again = FORMATS[to][1](trained, about)
     difference = largest_difference(loaded_again, trained)
     if not difference <= TOLERANCE:  # NaN neither
         raise RunError(

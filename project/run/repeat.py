@@ -5,7 +5,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -259,7 +258,7 @@ class Repeats:
             "deviation": results["standard_deviation"],
         }.items():
             cells = [
-                "-" if figures[name] is None else f"{figures[name]:.{1 if 's' == name[-1:] == 's' else 4}f}"
+                "-" if figures[name] is None else f"{figures[name]:,.{1 if name == 'train_seconds' else 4}f}"
                 for name in FIGURES
             ]
             lines.append(
@@ -269,28 +268,25 @@ class Repeats:
 
 
 def _settings(flags: Sequence[str]) -> list[str]:
-    """Return the flags by which two commands are the same training; a file of settings counts by what is in it."""
-    settings = []
-    for place, flag in enumerate(flags):
-        file = (
-            flag.partition("=")[2]
-            if flag.startswith("--config=")
-            else flag
-            if flags[place - 1 : place] == ["--config"]
-            else ""
-        )
-        if file and Path(file).is_file():
-            settings.append(f"{flag} (SHA-256 {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]})")
+    """Return each flag with its value, a YAML file with its digest; without where the runs are written."""
+    settings: list[str] = []
+    for arg in flags:
+        if arg.startswith("--") or not settings:
+            settings.append(arg.replace("=", " ", 1))
         else:
-            settings.append(flag)
-    return settings
+            settings[-1] += f" {arg}"
+        file = Path(settings[-1].partition(" ")[2])
+        if file.suffix in (".yaml", ".yml") and file.is_file():
+            settings[-1] += f" (SHA-256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]})"
+    return [setting for setting in settings if setting.partition(" ")[0] not in ("--name", "--log_dir")]
 
 
 def _difference(before: Sequence[str], now: Sequence[str]) -> str:
-    """Say how two lists of flags differ."""
-    then, new = (re.split(r" (?=--)", " ".join(flags)) for flags in (before, now))  # each flag with its values
-    gone, new = ([flag for flag in one if flag not in other] for one, other in ((then, new), (new, then)))
-    return f"with {' '.join(gone) or 'the same'}, not {' '.join(new) or 'without it, or in another order'}"
+    """Say how two lists of settings differ."""
+    gone, new = (", ".join(x for x in one if x not in other) for one, other in ((before, now), (now, before)))
+    if gone:
+        return f"with {gone}, not with {new}" if new else f"with {gone}, which is missing"
+    return f"without {new}" if new else "with the same flags in another order"
 
 
 def _locks(descriptor: int) -> bool:
@@ -308,8 +304,9 @@ def _follows(parent: int) -> Callable[[], None]:
 
     def follow() -> None:
         if libc is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until exec, it would be heard by the parent's handler, and lost
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != parent:  # it was gone before
-                os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(1)
 
     return follow
