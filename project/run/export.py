@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,10 @@ def export(trained: Trained, to: str, path: Path) -> list[str]:
         RunError: What was loaded again gives other probabilities than the checkpoint.
     """
     about = json.dumps(describe(trained, to), indent=1, default=str)
-    with warnings.catch_warnings():  # between torch and what it exports with; what counts is compared below
+    with (
+        warnings.catch_warnings(),
+        redirect_stdout(io.StringIO()),
+    ):  # between torch and what it exports with; what counts is compared below
         for category in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch 2.10's own, when it loads
