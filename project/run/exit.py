@@ -41,7 +41,8 @@ def exit_codes() -> Iterator[None]:
     can say which rank failed first. Under our own launcher that is all it says; otherwise it prints it too.
     """
     stop_signal.install()
-    if "LOCAL_RANK" in os.environ and tuple(map(int, version("torch").split(".")[:2])) < QUIET_GLOO:
+    is_rank = "LOCAL_RANK" in os.environ or "--explain" in sys.argv  # which is itself rank 0
+    if is_rank and tuple(map(int, version("torch").split(".")[:2])) < QUIET_GLOO:
         _take_stdout_from_libraries()
     if "LOCAL_RANK" in os.environ:  # python -m torch.distributed.launch says it a second time, as an argument
         sys.argv[:] = [arg for arg in sys.argv if not re.fullmatch(r"--local[-_]rank=\d+", arg)]
