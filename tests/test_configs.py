@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from project.data.datamodule import ImageDataModule
 from project.model.classifier import Classifier
 from project.run.cli import TrainCLI
 from project.run.notices import Notices
-from tests.conftest import ROOT
+from tests.conftest import ROOT, train
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
@@ -67,3 +68,12 @@ def test_the_speed_recipe_uses_every_training_image_and_none_to_choose(monkeypat
     recipe = config("--config", str(ROOT / "configs" / "speed.yaml"), monkeypatch=monkeypatch)
     assert recipe["data"]["val_fraction"] == 0
     assert 50_000 % recipe["data"]["batch_size"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cifar10", "manual", "speed"])  # documents: test_the_articles_network_trains_two_steps
+def test_a_shipped_config_trains_a_step(name: str, tmp_path: Path) -> None:
+    step = ["--data.source", "synthetic", "--accelerator", "cpu", "--trainer.max_steps", "1"]
+    train(tmp_path, "--config", ROOT / "configs" / f"{name}.yaml", *step, "--trainer.limit_test_batches", "1")
+    last = tmp_path / "logs" / "default" / "version_0" / "checkpoints" / "last.ckpt"
+    assert torch.load(last, weights_only=True)["global_step"] == 1
