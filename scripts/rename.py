@@ -2,8 +2,8 @@
 
     python scripts/rename.py my_project
 
-Renames the folder `project` and every mention of the package: imports, commands, tests, documents. Asks for a tree without
-changes first; commits nothing, so that `git diff` shows what was done, and `git reset --hard` undoes it.
+Renames the folder `project` and every mention of the package: imports, commands, tests, documents. Asks for a tree
+without changes first; commits nothing, so that `git diff HEAD` shows what was done, and `git reset --hard` undoes it.
 """
 
 import sys

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import project
 from tests.conftest import ROOT, clean_environment
 
 SECTION = (ROOT / "README.md").read_text().partition("\n## Make it yours\n")[2].partition("\n## ")[0]
@@ -99,6 +100,6 @@ def test_make_it_yours_word_for_word(clone: Path) -> None:
     for name in ("resnet/version_0", "npz/version_1"):
         for kind in ("best.weights.pth", "best.pt2", "best.onnx"):
             assert (clone / "logs" / name / "checkpoints" / kind).is_file()
-    changed = run("git status --porcelain project", clone).stdout.splitlines()
+    changed = run(f"git status --porcelain {project.__name__}", clone).stdout.splitlines()
     assert len(changed) <= 2
     assert sorted(changed) == sorted(f"?? {path}" for path in files())

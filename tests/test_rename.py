@@ -36,12 +36,29 @@ def test_a_renamed_clone_uses_its_own_package_and_is_linted(clone: Path) -> None
     ).stdout
     assert left == ""
     assert run("git rev-parse HEAD", clone).stdout == before
-    assert f"[{'project'}]" in (clone / "pyproject.toml").read_text()  # pyproject.toml's own word
+    assert "[project]" in (clone / "pyproject.toml").read_text()  # pyproject.toml's own word
     assert f'name = "{NEW}"' in (clone / "pyproject.toml").read_text()
     run("ruff check . && ruff format --check .", clone)
     (clone / NEW / "model" / "networks.py").write_text("raise SystemExit('its own package')\n")
     result = python(clone / "scripts" / "train.py", "--explain", "--data.source", "synthetic", cwd=clone.parent)
     assert "its own package" in result.stderr
+
+
+def test_a_rename_can_be_undone_and_done_again_and_takes_rooms_of_the_users_own(clone: Path) -> None:
+    room = clone / OLD / "nets"
+    room.mkdir()
+    (room / "__init__.py").write_text("")
+    (clone / "mine.yaml").write_text(f"class_path: {OLD}.nets.mine.Net\n")
+    (clone / "untidy.py").write_text("x  =  1\n")
+    (clone / "link").symlink_to("scripts")
+    run("git add -A && git -c user.name=a -c user.email=a@b.c commit -qm Mine", clone)
+    assert rename(clone, NEW).returncode == 0
+    python(clone / "scripts" / "evaluate.py", "--help", cwd=clone)
+    run("git reset --hard -q", clone)
+    again = rename(clone, NEW)
+    assert again.returncode == 0, again.stderr
+    assert (clone / "mine.yaml").read_text() == f"class_path: {NEW}.nets.mine.Net\n"
+    assert (clone / "untidy.py").read_text() == "x  =  1\n"
 
 
 def test_the_english_word_stays() -> None:

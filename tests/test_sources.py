@@ -182,6 +182,22 @@ def test_the_test_images_are_the_same_for_every_seed(flat_folder: Path, tmp_path
     assert len(digests) == 1
 
 
+def test_a_cache_among_the_classes_is_none(flat_folder: Path) -> None:
+    """As in data/, where images may lie beside it."""
+    for _ in range(2):
+        data = ImageDataModule("folder", str(flat_folder), batch_size=4, cache_dir=str(flat_folder / "cache"))
+        data.prepare_data()
+        assert data.num_classes == 2
+
+
+@pytest.mark.parametrize("name", ["valid", "Test", "testing"])
+def test_a_split_by_another_name_beside_train_is_not_passed_over(name: str, image_folder: ImageFolder) -> None:
+    root = image_folder([3, 3], [])
+    (root / name).mkdir()
+    with pytest.raises(UsageError, match=f"{name}/ would be passed over; rename it"):
+        FolderSource(root, 32)
+
+
 def test_no_share_for_testing_and_no_test_folder_is_refused(flat_folder: Path) -> None:
     with pytest.raises(UsageError, match=r"--data.test_fraction 0.0: .* has no test/"):
         ImageDataModule("folder", str(flat_folder), test_fraction=0.0)

@@ -15,6 +15,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
+from project.data.folder import CACHE_MARK
 from project.data.sources import Progress, Source
 from project.errors import UsageError
 
@@ -78,6 +79,7 @@ class ImageCache:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / CACHE_MARK).touch()  # it is no class of images, if it lies among them
             with FileLock(self.folder / f".{self.family}.lock"):
                 if not self._is_whole():
                     self._write(quiet)

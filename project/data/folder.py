@@ -12,6 +12,7 @@ from PIL import Image, ImageOps
 from project.data.sources import Progress, Source, stat_digest
 from project.errors import UsageError
 
+CACHE_MARK = ".decoded-images"  # the name of an empty file in the folder of the cache
 LAYOUT = "<class>/ for each class, or train/<class>/ and, if you have them, val/<class>/ and test/<class>/"
 OTHER_NAMES_OF_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}  # taken for no class
 
@@ -49,6 +50,12 @@ class FolderSource(Source):
         if not root.is_dir():
             raise UsageError(f"--data.root {root} does not exist; it should hold {LAYOUT}")
         has = {split: (root / split).is_dir() for split in ("train", "val", "test")}
+        if has["train"] or class_names is not None:
+            for name in sorted(entry.name for entry in os.scandir(root) if _is_visible_folder(entry)):
+                if name.lower() in OTHER_NAMES_OF_SPLITS and name not in has:
+                    raise UsageError(
+                        f"--data.root {root}: {name}/ would be passed over; rename it to val/ or test/, or move it away"
+                    )
         if class_names is not None:
             self.part, self._classes = "test", list(class_names)
             self._folders = {"test": root / "test" if has["test"] else root}
@@ -137,9 +144,11 @@ class FolderSource(Source):
     def _split_off(self, files: list[tuple[Path, int]]) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
         """Return the training files and the test files, each in the order of all."""
         test: set[Path] = set()
+        by_label: list[list[Path]] = [[] for _ in self._classes]
+        for path, label in files:
+            by_label[label].append(path)
         for label, class_name in enumerate(self._classes):
-            folder = self._folders["train"] / class_name
-            paths = [path for path, of in files if of == label]
+            folder, paths = self._folders["train"] / class_name, by_label[label]
             digests = {path: hashlib.sha256(os.fsencode(path.relative_to(folder))).digest() for path in paths}
             most = max(0, len(paths) - 1)
             test.update(sorted(paths, key=digests.__getitem__)[: min(max(1, round(self._test_fraction * len(paths))), most)])
@@ -186,6 +195,11 @@ def _walk(folder: Path, above: frozenset[tuple[int, int]]) -> Iterator[tuple[Pat
             yield from _walk(Path(entry.path), above | {here})
 
 
+def visible_folders(root: Path) -> set[str]:
+    """Return the names of a folder's folders that may be classes; none where it is not there."""
+    return {entry.name for entry in os.scandir(root) if _is_visible_folder(entry)} if root.is_dir() else set()
+
+
 def folder_of_images(root: Path) -> str | None:
     """Return a folder in `root` by which it is to be read as "folder"; None if it does not look so."""
     if not root.is_dir() or (root / "cifar-10-batches-py").is_dir():
@@ -197,7 +211,12 @@ def folder_of_images(root: Path) -> str | None:
 
 
 def _is_visible_folder(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir() and not entry.name.startswith(".")
+    return entry.is_dir() and not entry.name.startswith(".") and not _is_ours(entry)
+
+
+def _is_ours(entry: os.DirEntry[str]) -> bool:
+    """Return whether a folder holds what this template puts beside images, in data/: decoded ones, CIFAR-10."""
+    return entry.name == "cifar-10-batches-py" or Path(entry.path, CACHE_MARK).exists()
 
 
 def read_image(path: Path, size: int) -> np.ndarray:

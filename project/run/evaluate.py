@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
+from project.data.folder import visible_folders
 from project.errors import UsageError
 from project.model.evaluation import Findings
 from project.run.board import class_names
@@ -42,15 +43,15 @@ def of_other_images(
         return data
     root = Path(data["root"])
     train, test = root / "train", root / "test"
-    there = {entry.name for entry in train.iterdir() if entry.is_dir()} if train.is_dir() else set()
+    there = visible_folders(train)
     same_root = trained.get("source") == "folder" and root.resolve() == Path(trained["root"]).resolve()
-    if (there == set(class_names) and test.is_dir()) or (same_root and not test.is_dir()):
+    if there == set(class_names) or (same_root and not test.is_dir()):
         return data  # in the second case the training images lie there too: only those split off are scored
-    flat = {entry.name for entry in root.iterdir() if entry.is_dir()} if root.is_dir() else set()
-    if not test.is_dir() and trained.get("source") == "folder" and flat == set(class_names):
+    flat = visible_folders(root)
+    if not test.is_dir() and trained.get("source") == "folder" and flat <= set(class_names):
         warnings.warn(
             f"--data.root {root} has no test/: all its images are taken for test images. If the network was trained on some"
-            f" of them, name the folder as the training did: {trained.get('root')}",
+            f" of them, name the folder as the training did, {trained.get('root')}, or move them into {root}/train/",
             stacklevel=2,
         )
     return {**data, "class_names": class_names}

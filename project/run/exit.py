@@ -42,6 +42,7 @@ def exit_codes() -> Iterator[None]:
     """
     stop_signal.install()
     is_rank = "LOCAL_RANK" in os.environ or "--explain" in sys.argv  # which is itself rank 0
+    is_rank &= "NCCL_DEBUG" not in os.environ  # what that asks for is written there too
     if is_rank and tuple(map(int, version("torch").split(".")[:2])) < QUIET_GLOO:
         _take_stdout_from_libraries()
     if "LOCAL_RANK" in os.environ:  # python -m torch.distributed.launch says it a second time, as an argument

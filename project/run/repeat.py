@@ -4,6 +4,7 @@ import ctypes
 import fcntl
 import hashlib
 import json
+import math
 import os
 import signal
 import statistics
@@ -242,7 +243,7 @@ class Repeats:
             "seeds": self.seeds,
             "runs": runs,
             "mean": {name: statistics.mean(of) if of else None for name, of in values.items()},
-            "standard_deviation": {name: statistics.stdev(of) if len(of) > 1 else None for name, of in values.items()},
+            "standard_deviation": {name: _deviation(of) for name, of in values.items()},
             "n": {name: len(of) for name, of in values.items()},
         }
         write_durably(self.file, lambda file: file.write(json.dumps(results, indent=2).encode() + b"\n"))
@@ -310,3 +311,8 @@ def _follows(parent: int) -> Callable[[], None]:
                 os._exit(1)
 
     return follow
+
+
+def _deviation(values: Sequence[float]) -> float | None:
+    """Return the sample's standard deviation (n - 1); None of one value, or where one is not finite."""
+    return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
