@@ -51,7 +51,7 @@ class FolderSource(Source):
             raise UsageError(f"--data.root {root} does not exist; it should hold {LAYOUT}")
         has = {split: (root / split).is_dir() for split in ("train", "val", "test")}
         if has["train"] or class_names is not None:
-            for name in sorted(entry.name for entry in os.scandir(root) if _is_visible_folder(entry)):
+            for name in sorted(visible_folders(root)):
                 if name.lower() in OTHER_NAMES_OF_SPLITS and name not in has:
                     raise UsageError(
                         f"--data.root {root}: {name}/ would be passed over; rename it to val/ or test/, or move it away"
@@ -73,7 +73,7 @@ class FolderSource(Source):
 
     def _classes_in(self, folder: Path) -> list[str]:
         """Return the names of a folder's folders, sorted, once it is sure that they are classes."""
-        names = sorted(entry.name for entry in os.scandir(folder) if _is_visible_folder(entry))
+        names = sorted(visible_folders(folder))
         if splits := [name for name in names if name.lower() in OTHER_NAMES_OF_SPLITS and folder == self.root]:
             raise UsageError(
                 f"--data.root {self.root} has no folder train/, but {', '.join(f'{name}/' for name in splits)}, which would"
@@ -157,8 +157,7 @@ class FolderSource(Source):
     def _find(self, split: str) -> list[tuple[Path, int]]:
         """List a split's folder: each image file with its label, in an order that every machine agrees on."""
         folder = self._folders[split]
-        extra = {e.name for e in os.scandir(folder) if _is_visible_folder(e)} if folder.is_dir() else set()
-        if unknown := sorted(extra - set(self._classes)):
+        if unknown := sorted(visible_folders(folder) - set(self._classes)):
             known = "train/ has not" if "train" in self._folders else f"is none of {', '.join(self._classes)}"
             raise UsageError(f"--data.root {self.root}: {folder} has the class {unknown[0]!r}, which {known}")
         suffixes = tuple(Image.registered_extensions())
@@ -205,8 +204,8 @@ def folder_of_images(root: Path) -> str | None:
     if not root.is_dir() or (root / "cifar-10-batches-py").is_dir():
         return "train" if (root / "train").is_dir() else None
     suffixes = tuple(Image.registered_extensions())
-    folders = [entry for entry in os.scandir(root) if _is_visible_folder(entry)]
-    classes = [folder.name for folder in folders if any(name.lower().endswith(suffixes) for name in os.listdir(folder))]
+    folders = ((name, os.listdir(root / name)) for name in visible_folders(root))
+    classes = [name for name, files in folders if any(file.lower().endswith(suffixes) for file in files)]
     return "train" if (root / "train").is_dir() else min(classes) if len(classes) > 1 else None
 
 

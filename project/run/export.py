@@ -107,10 +107,8 @@ def export(trained: Trained, to: str, path: Path) -> list[str]:
         RunError: What was loaded again gives other probabilities than the checkpoint.
     """
     about = json.dumps(describe(trained, to), indent=1, default=str)
-    with (
-        warnings.catch_warnings(),
-        redirect_stdout(io.StringIO()),
-    ):  # between torch and what it exports with; what counts is compared below
+    # What torch and its exporters say to each other is no news; what counts is compared below.
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         for category in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch 2.10's own, when it loads
