@@ -28,7 +28,7 @@ def main() -> None:
     from project.run.flags import flag_of
     from project.run.storage import write_durably
     from project.run.trained import checkpoint_in, load_trained
-    from project.run.use import UseParser, check_output, make_trainer, start
+    from project.run.use import UseParser, check_output, make_trainer, say, start
 
     parser = UseParser("evaluate.py CKPT [flags]", "Test a checkpoint's network.")
     parser.add_argument("ckpt", help="a .ckpt file, or a run directory, for its best")
@@ -55,16 +55,17 @@ def main() -> None:
     data.quiet = flags.quiet
     result, findings = evaluate(trainer, module, data, trained)
     if trainer.is_global_zero:
-        print("\n".join(as_lines(result)), flush=True)
+        lines = as_lines(result)
         if json_file:
             text = json.dumps({**result, "warnings": notices.messages}, indent=2) + "\n"
             write_durably(json_file, lambda file: file.write(text.encode()))
-            print(f"\nsaved       {json_file}")
+            lines += ["", f"saved       {json_file}"]
         if plot_file and findings.confusion is not None:
             title = f"accuracy {result['test_accuracy']:.4f} on {result['num_test_images']:,} images"
             png = as_png(confusion_matrix(findings.confusion, class_names, f"{title}; rows true, columns predicted"))
             write_durably(plot_file, lambda file: file.write(png))
-            print(f"saved       {plot_file}")
+            lines.append(f"saved       {plot_file}")
+        say(lines)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from project.run.exit import exit_codes
 def main() -> None:
     """Parse, train each seed, sum up."""
     from project.errors import RunError
-    from project.run.repeat import Repeats, check_places, check_seeds, split_command
+    from project.run.repeat import Repeats
+    from project.run.repeat_flags import check_places, check_seeds, split_command
     from project.run.use import UseParser
 
     parser = UseParser("repeat.py [flags] -- [flags of train.py]", "Train the same once for each of several seeds.")

@@ -20,6 +20,7 @@ from PIL import Image
 from project.data.synthetic import SyntheticSource
 from project.errors import UsageError
 from project.run.trained import checkpoint_in, load_trained
+from project.run.use import say
 from scripts.evaluate import main
 from tests.conftest import NARROW, ROOT, ImageFolder, Run, python, run_of, train
 
@@ -52,6 +53,15 @@ def test_its_figures_are_those_that_training_printed_and_saved(run: Run, first: 
     assert f"synthetic: {told[3]} test images, each counted once\n" in printed
     for name in ("test_accuracy", "test_loss", "num_test_images"):
         assert figures[name] == run.summary[name], name
+
+
+def test_head_may_close_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        say(["accuracy"] * 10_000)
+        say(["one more, which goes nowhere"])
 
 
 def test_the_classes_add_up(first: tuple[str, dict[str, Any], Path]) -> None:

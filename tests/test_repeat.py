@@ -1,6 +1,7 @@
 """scripts/repeat.py as a person runs it: several seeds, killed and begun again."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 from project.errors import UsageError
-from project.run.repeat import FIGURES, check_places, check_seeds, split_command
+from project.run.repeat import FIGURES, Repeats
+from project.run.repeat_flags import check_places, check_seeds, setting_of, split_command
 from tests.conftest import ROOT, python
 from tests.survival import FLAGS, Command, wait_for
 
@@ -161,3 +163,34 @@ def test_seeds_and_places_that_cannot_be_are_refused() -> None:
             check_places(at_once, gpus, flags)
     assert check_places(1, "0,3", []) == [["--accelerator", "gpu", "--devices", f"{gpu},"] for gpu in (0, 3)]
     assert check_seeds(3, 4) == [4, 5, 6]
+
+
+def test_its_name_and_folder_may_stand_in_a_config_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("name: mine\nlog_dir: elsewhere\n")
+    (tmp_path / "empty.yaml").write_text("")
+    config = ["--config", str(tmp_path / "mine.yaml")]
+    assert setting_of("name", config) == setting_of("name", [*config, "--lr", "0.1"]) == "mine"
+    assert setting_of("name", ["--name", "before", *config]) == "mine"
+    assert setting_of("name", [*config, "--name=after"]) == "after"
+    assert setting_of("name", [f"--config={tmp_path / 'empty.yaml'}"]) == "default"
+    assert setting_of("name", ["--config", "is/not/there.yaml"]) == "default"
+    assert Repeats(config).file == Path("elsewhere", "mine-seeds.json")
+
+
+def test_a_loss_that_is_not_finite_has_no_deviation_and_the_others_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for seed, loss in enumerate((0.5, math.nan)):
+        run_of(tmp_path, seed).mkdir(parents=True)
+        figures = {"test_accuracy": 0.5 + 0.1 * seed, "test_loss": loss, "val_accuracy": None, "train_seconds": 2.0}
+        (run_of(tmp_path, seed) / "summary.json").write_text(json.dumps(figures))
+    repeats = Repeats([])
+    repeats.seeds = [0, 1]
+    results = repeats.save()
+    assert results["standard_deviation"]["test_accuracy"] == pytest.approx(0.1 / math.sqrt(2))
+    assert results["standard_deviation"]["test_loss"] is None
+    assert math.isnan(results["mean"]["test_loss"])
+    assert results["mean"]["val_accuracy"] is None
+    assert results["n"] == {"test_accuracy": 2, "test_loss": 2, "val_accuracy": 0, "train_seconds": 2}
+    assert repeats.table()[-2].split()[:4] == ["deviation", "0.0707", "-", "-"]

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from project.data.batches import BLANK
 from project.data.files import ImageFiles
 from project.errors import RunError
 from project.run.storage import write_durably
+from project.run.use import say
 
 SECONDS_BETWEEN_LINES = 30.0  # of progress, where there is no bar
 BATCHES_APART = 100  # that one rank may be ahead of another, which it waits for at the end; that has a time limit
@@ -126,13 +126,7 @@ def report(found: Predictions, checkpoint: Path, csv_file: Path | None, json_fil
     if saved := " and ".join(str(file) for file in (csv_file, json_file) if file):
         also = f", {num_unread:,} could not be read" if num_unread else ""
         lines = iter([f"{num_files - num_unread:,} images{also}; saved {saved}"])
-    try:
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-        for line in lines:
-            print(line)
-        sys.stdout.flush()
-    except BrokenPipeError:  # as `| head` does when it has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    say(lines)
     if found.data.hidden and not found.quiet:
         print("left out, being hidden:", ", ".join(_some(found.data.hidden)), file=sys.stderr)
     for line in _some([f"could not read {file}: {reason}" for file, _, reason in found if reason]):

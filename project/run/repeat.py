@@ -2,7 +2,6 @@
 
 import ctypes
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -17,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from project.errors import UsageError
-from project.run.flags import SHORT_FLAGS, flag_of
 from project.run.launch import STOPPED
 from project.run.outputs import expanded, newest_run
+from project.run.repeat_flags import difference, setting_of, settings_of
 from project.run.signals import NAMES, SECONDS_TO_SAVE, Stopped, stop_signal
 from project.run.storage import write_durably
 
@@ -28,62 +27,6 @@ SECONDS_TO_WAIT = 60  # for a run whose repeat.py was killed: it saves, and may 
 PR_SET_PDEATHSIG = 1  # Source: <linux/prctl.h>
 FIGURES = ("test_accuracy", "test_loss", "val_accuracy", "train_seconds")  # of summary.json
 HEADS = ("test accuracy", "test loss", "validation accuracy", "seconds")
-REFUSED = dict.fromkeys(("seed", "seed_everything"), "say which seeds by --first_seed and --seeds, before --")
-REFUSED |= {"resume": "leave it out; every seed goes on where it was"}
-REFUSED |= dict.fromkeys(("explain", "help", "print_config"), "leave it out, or give it to train.py itself")
-
-
-def split_command(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the flags before `--`, and those after it, which are train.py's.
-
-    Raises:
-        UsageError: There is no `--`, or a flag after it that cannot be repeated.
-    """
-    if "--" not in args and not {"-h", "--help"} & {*args}:
-        raise UsageError("-- is missing; give the flags of train.py after it, or none: repeat.py --seeds 5 -- --lr 0.1")
-    at = [*args, "--"].index("--")
-    own, flags = [*args[:at]], [*args[at + 1 :]]
-    for given, remedy in ((flag_of(flag, flags), remedy) for flag, remedy in REFUSED.items()):
-        if given:
-            raise UsageError(f"{' '.join(given)} after --: {remedy}")
-    return own, flags
-
-
-def check_places(at_once: int, gpus: str | None, flags: Sequence[str]) -> list[list[str]]:
-    """Return where runs can be at the same time: of each place the flags that send a run there.
-
-    Raises:
-        UsageError: There is no such place, or the flags of train.py name another.
-    """
-    hardware = ("accelerator", "devices", "strategy", "num_nodes")
-    given = {name: " ".join(flag_of(name, flags) or flag_of(SHORT_FLAGS[name][0], flags)) for name in hardware}
-    if at_once < 1:
-        raise UsageError(f"--at_once {at_once} must be at least 1")
-    if gpus is None:
-        if at_once > 1 and given["accelerator"] and not given["accelerator"].endswith("cpu"):
-            raise UsageError(f"--at_once {at_once} is for the CPU, not {given['accelerator']}; for GPUs give --gpus 0,1")
-        return [["--accelerator", "cpu"]] * at_once if at_once > 1 else [[]]
-    if at_once > 1:
-        raise UsageError(f"--at_once {at_once} is for the CPU; leave it out, for each of --gpus has one run at a time")
-    for named in filter(None, given.values()):
-        raise UsageError(f"{named} after --: leave it out, for --gpus {gpus} says where the runs are")
-    numbers = gpus.split(",")
-    if not all(number.isdecimal() for number in numbers) or len({*map(int, numbers)}) < len(numbers):
-        raise UsageError(f"--gpus {gpus} must be numbers of GPUs, each once, as 0,1")
-    return [["--accelerator", "gpu", "--devices", f"{number},"] for number in numbers]
-
-
-def check_seeds(count: int, first: int) -> list[int]:
-    """Return the seeds.
-
-    Raises:
-        UsageError: There are none, or one that train.py would refuse.
-    """
-    if count < 1:
-        raise UsageError(f"--seeds {count} must be at least 1")
-    if not 0 <= first <= 2**32 - count:
-        raise UsageError(f"--first_seed {first} must be from 0 to {2**32 - count}")
-    return [*range(first, first + count)]
 
 
 class Repeats:
@@ -94,9 +37,8 @@ class Repeats:
     """
 
     def __init__(self, flags: Sequence[str]) -> None:
-        self.flags, self.settings = list(flags), _settings(flags)
-        self.name = "=".join(flag_of("name", flags)).partition("=")[2] or "default"
-        self.log_dir = "=".join(flag_of("log_dir", flags)).partition("=")[2] or "logs"
+        self.flags, self.settings = list(flags), settings_of(flags)
+        self.name, self.log_dir = (setting_of(name, flags) for name in ("name", "log_dir"))
         self.file = expanded(self.log_dir) / f"{self.name}-seeds.json"
         self.seeds: list[int] = []  # of this command and of those before it
         self.heard: list[int] = []  # signals
@@ -135,7 +77,7 @@ class Repeats:
         before = json.loads(self.file.read_text()) if self.file.exists() else {"settings": [], "seeds": []}
         begun = [seed for seed in before["seeds"] if self.run_of(seed)]
         if begun and before["settings"] != self.settings:  # where none has begun, the flags were a mistake, now mended
-            how = _difference(before["settings"], self.settings)
+            how = difference(before["settings"], self.settings)
             raise UsageError(f"{self.file}: its seeds were trained {how}; give the same flags, or another --name")
         for run in (run for seed in seeds if seed not in begun and (run := self.run_of(seed))):
             raise UsageError(f"{run} is there, and {self.file} does not know of it; give another --name, or remove it")
@@ -266,28 +208,6 @@ class Repeats:
                 "  ".join([f"{label:<9}", *(cell.rjust(len(head)) for cell, head in zip(cells, HEADS, strict=True))])
             )
         return [*lines[:-1], f"{lines[-1]}   (n = {len(results['runs'])})", f"saved  {self.file}"]
-
-
-def _settings(flags: Sequence[str]) -> list[str]:
-    """Return each flag with its value, a YAML file with its digest; without where the runs are written."""
-    settings: list[str] = []
-    for arg in flags:
-        if arg.startswith("--") or not settings:
-            settings.append(arg.replace("=", " ", 1))
-        else:
-            settings[-1] += f" {arg}"
-        file = Path(settings[-1].partition(" ")[2])
-        if file.suffix in (".yaml", ".yml") and file.is_file():
-            settings[-1] += f" (SHA-256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]})"
-    return [setting for setting in settings if setting.partition(" ")[0] not in ("--name", "--log_dir")]
-
-
-def _difference(before: Sequence[str], now: Sequence[str]) -> str:
-    """Say how two lists of settings differ."""
-    gone, new = (", ".join(x for x in one if x not in other) for one, other in ((before, now), (now, before)))
-    if gone:
-        return f"with {gone}, not with {new}" if new else f"with {gone}, which is missing"
-    return f"without {new}" if new else "with the same flags in another order"
 
 
 def _locks(descriptor: int) -> bool:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,17 @@ def make_trainer(flags: Namespace, hardware: Hardware, precision: Any, callbacks
         ) from error
     stop_signal.join(trainer.global_rank, trainer.world_size)
     return trainer
+
+
+def say(lines: Iterable[str]) -> None:
+    """Print lines, whatever is in them, as far as anybody reads: `| head` closes its end when it has seen enough."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def check_output(flag: str, path: str | None, suffix: str) -> Path | None:
