@@ -81,7 +81,7 @@ def test_three_seeds_give_the_mean_and_the_deviation_of_three_runs_once(tmp_path
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc, as Linux has it")
 def test_killed_in_its_second_seed_it_repeats_nothing_that_was_done(tmp_path: Path) -> None:
-    flags = [*FLAGS, "--max_epochs", "12", "--data.cache_dir", str(tmp_path / "cache"), "--checkpoint_every", "5"]
+    flags = [*FLAGS, "--max_epochs", "5", "--data.cache_dir", str(tmp_path / "cache"), "--checkpoint_every", "5"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     killed.mkdir()
@@ -94,7 +94,7 @@ def test_killed_in_its_second_seed_it_repeats_nothing_that_was_done(tmp_path: Pa
         assert command.wait(60) == 137  # and no process is left
     done = identity(killed, 0)
     steps = torch.load(second, weights_only=True)["global_step"]
-    assert 100 < steps < 12 * 84
+    assert 100 < steps < 5 * 84
     with Command(killed, program=arguments) as command:
         assert command.wait() == 0, command.output
         assert "1 of 2 seeds were done before" in command.output

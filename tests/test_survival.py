@@ -32,7 +32,7 @@ from tests.survival import (
 )
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc, as Linux has it")
-EPOCHS = 16  # of 84 steps
+EPOCHS = 12  # of 84 steps
 LONG = [*FLAGS, "--max_epochs", EPOCHS, "--checkpoint_every", 3]
 DEVICES = {"one process": [], "two processes": TWO}
 

@@ -13,7 +13,7 @@ import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from torch import nn
 
-from benchmarks.measure import ROOT, SYNTHETIC_TRAINING_IMAGES, Row, Settings, python
+from benchmarks.measure import QUICK_STEPS, ROOT, SYNTHETIC_TRAINING_IMAGES, Row, Settings, python
 from benchmarks.turns import EPOCHS_BESIDE, Program, take_turns, training
 from project.model.networks import ConvNet
 
@@ -154,7 +154,7 @@ def communication(settings: Settings) -> list[Row]:
     small, _, large = (statistics.median(values) / 1e3 for values in reduced.values())
     latency, bandwidth = small / 2, LARGE / (large - small)  # of a ring of two: 2 messages of half the tensor
 
-    epochs = ["--max_epochs", settings.epochs + EPOCHS_BESIDE]
+    epochs = ["--max_epochs", settings.epochs + EPOCHS_BESIDE, *settings.shorter]
     alone = [*epochs, "--devices", 1]
     sides: dict[str, Program] = {
         "2 processes": training(*epochs, "--devices", 2, "--strategy", "ddp", threads=1),
@@ -162,7 +162,7 @@ def communication(settings: Settings) -> list[Row]:
         "1 process, half the batch": training(*alone, "--batch_size", 32, threads=1),
     }
     speeds = take_turns("communication", sides, settings.epochs)
-    single = _step_seconds_of_one(epochs)
+    single = _step_seconds_of_one(epochs, QUICK_STEPS if settings.quick else SYNTHETIC_TRAINING_IMAGES // 32)
     waiting = slowest(single, 2) / statistics.mean(single)
     times: dict[str, list[float]] = {"predicted": [], "measured": []}
     for two, one, half in zip(*speeds.values(), strict=True):
@@ -178,7 +178,7 @@ def communication(settings: Settings) -> list[Row]:
     ]
 
 
-def _step_seconds_of_one(epochs: list[object]) -> list[float]:
+def _step_seconds_of_one(epochs: list[object], steps: int) -> list[float]:
     """Return the time of every training step, but those of the first epoch, of one process with half of the batch."""
     with tempfile.TemporaryDirectory() as logs:
         where = ["--data.source", "synthetic", "--accelerator", "cpu", "--devices", 1, "--trainer.limit_test_batches", 1]
@@ -189,5 +189,5 @@ def _step_seconds_of_one(epochs: list[object]) -> list[float]:
             for file in Path(logs).glob("*/*/events.*")
             for event in EventFileLoader(str(file)).Load()
             for value in event.summary.value
-            if value.tag == "speed/step_milliseconds" and event.step > SYNTHETIC_TRAINING_IMAGES // 32
+            if value.tag == "speed/step_milliseconds" and event.step > steps
         ]

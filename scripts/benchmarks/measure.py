@@ -23,6 +23,7 @@ from project.run.summary import versions
 ROOT = Path(__file__).resolve().parents[2]
 SPEED = r"^epoch \d+/.* ([\d,]+) images/s$"  # of an epoch's line; the closing lines have one of the whole run
 SYNTHETIC_TRAINING_IMAGES = 5400  # of 6,000; a tenth is for validation
+QUICK_STEPS = 10  # of an epoch, by --quick
 DEFAULT_CHANNELS = [16, 16, 32, 32, 64, 64]
 MILLISECONDS = r"([\d.]+) ms/step"
 # What train.py asks of the C library (project/run/memory.py), for programs that do not, so that only the loops differ.
@@ -43,6 +44,12 @@ class Settings:
     def epochs(self) -> int:
         """Samples from one start of programs that take turns."""
         return 1 if self.quick else self.repeats
+
+    @property
+    def shorter(self) -> list[object]:
+        """Flags of train.py: epochs of ten steps, where it is to be quick; what is compared must not need whole ones."""
+        few: list[object] = ["--trainer.limit_train_batches", QUICK_STEPS, "--trainer.limit_val_batches", 1]
+        return few if self.quick else []
 
 
 @dataclass
