@@ -22,6 +22,8 @@ from tests.survival import wait_for
 
 BENCHMARK = ROOT / "scripts" / "benchmark.py"
 
+pytestmark = pytest.mark.alone
+
 
 def test_sides_are_taken_in_turn_and_begin_with_another_each_time(capsys: pytest.CaptureFixture[str]) -> None:
     taken: list[str] = []

@@ -17,6 +17,8 @@ from tests.conftest import ROOT, ImageFolder, python
 
 TRAIN = ROOT / "scripts" / "train.py"
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -16,6 +16,8 @@ import project
 from tests.conftest import ROOT, clean_environment
 
 SECTION = (ROOT / "README.md").read_text().partition("\n## Make it yours\n")[2].partition("\n## ")[0]
+pytestmark = pytest.mark.alone
+
 NOT_COPIED = (".git", ".venv", "data", "*.egg-info", "__pycache__", ".*_cache")
 
 

@@ -19,6 +19,8 @@ from tests.conftest import ROOT, python
 
 README = (ROOT / "README.md").read_text()
 
+pytestmark = pytest.mark.alone
+
 
 def blocks(language: str, heading: str = "") -> list[str]:
     """The blocks of a language, in the whole text or below one heading."""

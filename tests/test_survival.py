@@ -31,7 +31,10 @@ from tests.survival import (
     wait_for,
 )
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc, as Linux has it")
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc, as Linux has it"),
+    pytest.mark.alone,
+]
 EPOCHS = 12  # of 84 steps
 LONG = [*FLAGS, "--max_epochs", EPOCHS, "--checkpoint_every", 3]
 DEVICES = {"one process": [], "two processes": TWO}

@@ -17,6 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from project.model.networks import ConvNet
 from tests.conftest import NARROW, REAL_CIFAR10, ROOT, ImageFolder, Run, clean_environment, python, run_of, train
 
+pytestmark = pytest.mark.alone
+
 SUMMARY_KEYS = [
     "dataset",
     "num_train_images",
