@@ -125,7 +125,7 @@ def efficiency(network: str, devices: int, link: str) -> float:
 
 
 def paper() -> list[str]:
-    """Return the table of the README, in Markdown."""
+    """Return the table of docs/measured.md, in Markdown."""
     lines = [
         "| network, a step of | link | " + " | ".join(f"{n:,}" for n in DEVICES) + " |",
         "|---" * (2 + len(DEVICES)) + "|",
