@@ -1,4 +1,4 @@
-"""What the README says is run, read out of the README."""
+"""What the README and the pages of docs/ say is run, read out of them."""
 
 import json
 import re
@@ -18,13 +18,20 @@ from project.run.flags import OWN_FLAGS, SHORT_FLAGS
 from tests.conftest import ROOT, python
 
 README = (ROOT / "README.md").read_text()
+DETAILS = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+PAGES = {"README.md": README} | DETAILS
 
 pytestmark = pytest.mark.alone
 
 
-def blocks(language: str, heading: str = "") -> list[str]:
+def below(heading: str, text: str = README) -> str:
+    """The section below a heading."""
+    return text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def blocks(language: str, heading: str = "", text: str = README) -> list[str]:
     """The blocks of a language, in the whole text or below one heading."""
-    section = README.partition(f"\n## {heading}\n")[2].partition("\n## ")[0] if heading else README
+    section = below(heading, text) if heading else text
     return [
         block for name, block in re.findall(r"^```(\w*)\n(.*?)^```$", section, re.DOTALL | re.MULTILINE) if name == language
     ]
@@ -44,25 +51,36 @@ def test_there_are_two_commands_that_install_and_train_and_install_and_test() ->
     assert test == 'pip install -e ".[test]" && pytest'
 
 
-def test_every_flag_it_names_is_a_flag() -> None:
-    table = README.partition("\n## The flags\n")[2].partition("\n## Make it yours\n")[0]
-    named = set(re.findall(r"--(\w+)", table))
+def test_it_is_read_in_one_sitting() -> None:
+    assert len(README.split()) <= 4500
+
+
+def test_it_leads_to_every_page_of_details() -> None:
+    assert set(re.findall(r"\]\((docs/[\w-]+\.md)", README)) == {*DETAILS}
+
+
+@pytest.mark.parametrize("text", [below("The flags"), PAGES["docs/flags.md"]], ids=["README.md", "docs/flags.md"])
+def test_every_flag_it_names_is_a_flag_and_none_is_left_out(text: str) -> None:
+    named = set(re.findall(r"--(\w+)", text))
     assert named - {"trainer", "data", "help", "config"} <= {*SHORT_FLAGS, *OWN_FLAGS}
     assert {*SHORT_FLAGS, *OWN_FLAGS} <= named
 
 
-def test_its_torchrun_commands_are_torchruns() -> None:
-    commands = [shlex.split(text) for text in re.findall(r"`[A-Z_=1 ]*torchrun (.*?)`", README)]
-    assert len(commands) >= 2
+@pytest.mark.parametrize("page", PAGES)
+def test_its_torchrun_commands_are_torchruns(page: str) -> None:
+    commands = [shlex.split(text) for text in re.findall(r"`[A-Z_=1 ]*torchrun (.*?)`", PAGES[page])]
+    assert len(commands) >= 2 or page != "README.md"
     for command in commands:
         given = torchrun_parser().parse_args(command)  # ends the process where it does not know a flag
-        assert given.training_script in ("scripts/train.py", "scripts/manual/ddp.py") or "..." in command
+        ours = given.training_script in ("scripts/train.py", "scripts/manual/ddp.py")
+        assert ours or "..." in command or page == "docs/comparison.md"  # which has those of other projects
 
 
-def test_its_links_to_its_own_sections_lead_somewhere() -> None:
-    titles = re.findall(r"^#+ (.+)$", README, re.MULTILINE)
+@pytest.mark.parametrize("page", PAGES)
+def test_its_links_to_its_own_sections_lead_somewhere(page: str) -> None:
+    titles = re.findall(r"^#+ (.+)$", PAGES[page], re.MULTILINE)
     sections = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-    assert set(re.findall(r"\]\(#([\w-]+)\)", README)) <= sections
+    assert set(re.findall(r"\]\(#([\w-]+)\)", PAGES[page])) <= sections
 
 
 CHINESE = (ROOT / "README.zh-CN.md").read_text()
@@ -100,9 +118,12 @@ def test_both_languages_have_the_same_sections_rows_and_pictures() -> None:
 
 
 def commands() -> list[list[str]]:
-    """Every command that runs one of the scripts, in blocks, tables and text."""
-    found = "\n".join([*blocks(""), *blocks("bash"), *re.findall(r"`([^`]+)`", prose(README))]).replace("\\\n", " ")
-    lines = (line.partition("python scripts/") for line in found.splitlines())
+    """Every command that runs one of the scripts, in blocks, tables and text of all pages."""
+    found = []
+    for text in PAGES.values():
+        found += [block.replace("\\\n", " ") for block in (*blocks("", "", text), *blocks("bash", "", text))]
+        found += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(text))]
+    lines = (line.partition("python scripts/") for line in "\n".join(found).splitlines())
     return sorted({tuple(shlex.split(f"scripts/{rest.partition(' && ')[0]}")) for _, python, rest in lines if python})
 
 
@@ -118,22 +139,44 @@ def test_every_flag_of_every_command_is_one_that_the_script_has(script: str, tmp
                 assert re.search(rf"{re.escape(flag)}\b", known.stdout), (flag, command)
 
 
-def table(heading: str, first: str) -> list[list[str]]:
-    """The rows of the table below a heading whose first cells begin so."""
-    section = README.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    return [
-        [cell.strip() for cell in row.strip("|").split("|")] for row in section.splitlines() if row.startswith(f"| {first}")
-    ]
+@pytest.mark.slow
+def test_the_defaults_of_the_flags_are_those_of_the_command_line(tmp_path: Path) -> None:
+    printed = python(ROOT / "scripts" / "train.py", "--print_config", cwd=tmp_path)
+    assert printed.returncode == 0, printed.stderr
+    settings = yaml.safe_load(printed.stdout)
+    rows = {row[0].strip("`-").split()[0]: row[1].strip("`") for row in table(below("The flags"), "`--")}
+    assert {*SHORT_FLAGS, *OWN_FLAGS} <= rows.keys()
+    for flag, default in rows.items():
+        value = settings
+        for key in SHORT_FLAGS[flag][0].split(".") if flag in SHORT_FLAGS else flag.split("."):
+            value = value.get("init_args", value)[key]
+        if isinstance(value, dict):
+            value = value["class_path"].rpartition(".")[2]
+        # What Lightning makes of no precision is in its own help.
+        assert {"None": "32-true", "False": "off", "1800.0": "1800"}.get(str(value), str(value)) == default, flag
 
 
-def test_the_means_of_three_seeds_are_the_means_of_their_rows() -> None:
-    rows = [[float(re.sub(r"[ s,]", "", cell)) for cell in row[1:]] for row in table("Measured", "CIFAR-10, seed")]
-    rows += [[float(re.sub(r"[ s,]", "", cell)) for cell in row[1:]] for row in table("Measured", "seed")[:3]]
-    means = [[float(re.sub(r"[ s,]", "", cell)) for cell in row[1:]] for row in table("Measured", "mean of the three")]
+def table(text: str, first: str) -> list[list[str]]:
+    """The rows of the tables of a text whose first cells begin so."""
+    rows = (line for line in text.splitlines() if line.startswith(f"| {first}"))
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+@pytest.mark.parametrize("text", [below("Measured"), PAGES["docs/measured.md"]], ids=["README.md", "docs/measured.md"])
+def test_the_means_of_three_seeds_are_the_means_of_their_rows(text: str) -> None:
+    rows = [[float(re.sub(r"[ s,]", "", cell)) for cell in row[1:]] for row in table(text, "CIFAR-10, seed")]
+    rows += [[float(re.sub(r"[ s,]", "", cell)) for cell in row[1:]] for row in table(text, "seed")[:3]]
+    means = [[float(re.sub(r"[ s,]", "", cell)) for cell in row[1:]] for row in table(text, "mean of the three")]
     for three, mean in ((rows[:3], means[0]), (rows[3:], means[1])):
         for column, value in enumerate(mean):
             unit = 0.00005 if value < 1 else 0.5
             assert sum(row[column] for row in three) / 3 == pytest.approx(value, abs=unit * 1.01)
+
+
+def test_its_measured_rows_are_rows_of_the_page_of_all_measurements() -> None:
+    rows = [line for line in below("Measured").splitlines() if line.startswith("|")]
+    assert len(rows) > 10
+    assert set(rows) <= set(PAGES["docs/measured.md"].splitlines())
 
 
 def test_the_sizes_of_networks_and_gradients_are_those_of_the_networks() -> None:
@@ -141,8 +184,10 @@ def test_the_sizes_of_networks_and_gradients_are_those_of_the_networks() -> None
     settings = yaml.safe_load((ROOT / "configs" / "documents.yaml").read_text())["model"]["network"]["init_args"]
     with torch.device("meta"):
         articles = sum(weight.numel() for weight in ConvNet(**settings).parameters())
-    assert f"{4 * default:,} bytes for the default network, {4 * articles:,} for the articles'" in " ".join(README.split())
-    assert README.count(f"{articles:,}") == 2
+    on_paper = " ".join(PAGES["docs/measured.md"].split())
+    assert f"{4 * default:,} bytes for the default network, {4 * articles:,} for the articles'" in on_paper
+    named = {page: text.count(f"{articles:,}") for page, text in PAGES.items() if f"{articles:,}" in text}
+    assert named == {"README.md": 1, "docs/by-hand.md": 1, "docs/measured.md": 1}
 
 
 @pytest.mark.slow
